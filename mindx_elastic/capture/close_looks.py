@@ -13,6 +13,6 @@ __all__ = ["is_close"]
 _FIRST, _EVERY = 4, 50
 
 
-def is_close(number: int, step: int) -> bool:
+def is_close(number: int, step: int, first: int = _FIRST) -> bool:
     """The process's `number`-th boundary, that of `step`. Two in a row: a look is compared with the next one."""
-    return number <= _FIRST or (step + 1) % _EVERY < 2
+    return number <= first or (step + 1) % _EVERY < 2

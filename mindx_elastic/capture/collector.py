@@ -31,6 +31,7 @@ from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.reserved_names import RESERVED_NAMES
+from mindx_elastic.core.tensor_memory import without_collections
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["Collector"]
@@ -309,6 +310,7 @@ class Collector:
         for module in self._modules.values():
             module.read_flags()
 
+    @without_collections()
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         if self.is_at_boundary:

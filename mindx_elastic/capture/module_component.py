@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import getitem
 from typing import Any
@@ -72,9 +72,10 @@ class ModuleComponent:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
-        _refuse_lazy(name, self.module)
-        _refuse_old_fsdp(name, self.module)
-        _reshard(self.module)
+        children = list(self.module.modules())
+        _refuse_lazy(name, self.module, children)
+        _refuse_old_fsdp(name, children)
+        _reshard(children)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
         self._named = named
@@ -94,33 +95,25 @@ class ModuleComponent:
         self._find_slots()
         self._first = {name: (weakref.ref(t), t.shape, t.dtype) for name, t in self.named_buffers()}
         """The saved buffers as the program has built them."""
-        self._order = list(self._sharded or self.module.state_dict())
         self.copy()
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
-
-    def live_parameters(self) -> list[torch.Tensor]:
-        """The parameters that the module has at this moment, without a walk through it; sharded ones as `named` has
-        them."""
-        if self._sharded:
-            return list(self._sharded.values())
-        return [p for table in self._parameter_tables for p in table.values() if p is not None]
+    def parameters(self) -> list[torch.Tensor]:
+        """Each of `named` once."""
+        return list({id(parameter): parameter for parameter in self.named.values()}.values())
 
     def follow(self) -> list[str]:
         """Modules or parameters may have changed: go on with what there is now. Returns what a start cannot make again.
 
         A parameter or module of the same name and shape is none of that, nor is a pruned parameter.
         """
-        _reshard(self.module)
+        _reshard(self.module.modules())
         named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if self._sharded else {}
         self._loose.follow()
         self.flags.follow(named)
         self._find_slots()
         self.structure.follow()
-        self._order = list(self._sharded or self.module.state_dict())
         return self.structure.problems(original_names(named, self._loose.pruned))
 
     def is_other_model(self) -> bool:
@@ -137,11 +130,12 @@ class ModuleComponent:
         self._slot_names: list[str] = []
         of_norms: list[int] = []
         self._extras: list[tuple[str, nn.Module]] = []
-        children = list(self.module.modules())
-        tables = {id(child): buffers_of(child) for child in children}
-        self._parameter_tables = [parameters_of(child) for child in children]
+        places = [*self.module.named_modules(remove_duplicate=False)]
+        tables = {id(child): buffers_of(child) for _, child in places}
+        self._parameter_tables = [(f"{p}." if p else "", t) for p, child in places if (t := parameters_of(child))]
+        self._order: list[str] = []  # of its state, as its `state_dict` has given it last
         seen: set[int] = set()
-        for prefix, child in self.module.named_modules(remove_duplicate=False):
+        for prefix, child in places:
             dot = f"{prefix}." if prefix else ""
             table = tables[id(child)]
             for key in table:
@@ -206,13 +200,13 @@ class ModuleComponent:
         self._block = block
 
     def kept(self) -> Any:
-        places = [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]
+        places = [p.data_ptr() for p in self.parameters if type(p) in _PLAIN]
         copies = self._loose.kept(), self._own.seen
         return places, self._slot_names, self._block, self.extras, self.flags.seen, *copies
 
     def go_back(self, kept: Any) -> None:
         places, self._slot_names, self._block, self.extras, self.flags.seen, loose, seen = kept
-        if places != [p.data_ptr() for p in self.live_parameters() if type(p) in _PLAIN]:
+        if places != [p.data_ptr() for p in self.parameters if type(p) in _PLAIN]:
             problem = "parameters have got other memory since the boundary, which the device has not filled yet"
             raise UnsupportedStateError(self.name, problem)
         self._own.seen = seen
@@ -334,9 +328,10 @@ class ModuleComponent:
             if unknown := [name for name in self._order if name not in known]:
                 problem = f"the module was changed since the last boundary, and {listed(unknown, 3)} cannot be found"
                 raise UnsupportedStateError(self.name, f"{problem}; change it after the guard's block")
-            state = {name: known[name] for name in self._order} | copies
+            state = {name: known[name] for name in self._order or self._named} | copies
         else:
             state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
+            self._order = list(state)
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     def read_flags(self) -> None:
@@ -469,7 +464,11 @@ class ModuleComponent:
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         """Parameters by name, tied ones under each; sharded ones as they were at the last change (see `state`)."""
-        return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
+        if self._sharded:
+            return self._sharded
+        if self.structure.has_changed():
+            return dict(self.module.named_parameters(remove_duplicate=False))
+        return {f"{dot}{key}": p for dot, table in self._parameter_tables for key, p in table.items() if p is not None}
 
     @property
     def is_sharded(self) -> bool:
@@ -522,28 +521,35 @@ def _is_part(saved: object, live: torch.Tensor | None) -> bool:
     return isinstance(live, DTensor) or live.shape != saved.shape
 
 
-def _refuse_lazy(name: str, module: nn.Module) -> None:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
+def _refuse_lazy(name: str, module: nn.Module, children: Sequence[nn.Module]) -> None:
+    tables = [table for child in children for table in (child._parameters, child._buffers) if table]
+    if any(tensor is not None and is_lazy(tensor) for table in tables for tensor in table.values()):
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        lazy = [own for own, tensor in tensors if is_lazy(tensor)]
         problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
         raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")
 
 
-def _refuse_old_fsdp(name: str, module: nn.Module) -> None:
-    for child in module.modules():
-        if any(c.__name__ == "FullyShardedDataParallel" for c in type(child).__mro__):  # importing it takes long
-            raise UsageError(
-                f"{name} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parts of the weights no checkpoint "
-                "of this package can hold: use FSDP2, `from torch.distributed.fsdp import fully_shard`, "
-                "`fully_shard(model)`"
-            )
+def _of_class(children: Iterable[nn.Module], name: str) -> list[nn.Module]:
+    """Those with a base of that name, whose import takes long."""
+    children = list(children)
+    kinds = {kind for kind in {*map(type, children)} if any(base.__name__ == name for base in kind.__mro__)}
+    return [child for child in children if type(child) in kinds]
 
 
-def _reshard(module: nn.Module) -> None:
+def _refuse_old_fsdp(name: str, children: Iterable[nn.Module]) -> None:
+    if _of_class(children, "FullyShardedDataParallel"):
+        raise UsageError(
+            f"{name} is wrapped in FullyShardedDataParallel (FSDP1), whose flat parts of the weights no checkpoint "
+            "of this package can hold: use FSDP2, `from torch.distributed.fsdp import fully_shard`, "
+            "`fully_shard(model)`"
+        )
+
+
+def _reshard(children: Iterable[nn.Module]) -> None:
     """Shard again what FSDP2 has left whole: its root, after a forward without a backward (an evaluation)."""
-    for child in module.modules():
-        if any(c.__name__ == "FSDPModule" for c in type(child).__mro__):  # importing it takes long
-            child.reshard()  # type: ignore[operator]
+    for child in _of_class(children, "FSDPModule"):
+        child.reshard()  # type: ignore[operator]
 
 
 def _meant_as(own: torch.Tensor, other: object) -> torch.Tensor:

@@ -70,6 +70,8 @@ class OptimizerComponent:
         # Stock ones have none, and a look at each parameter of a large model is no longer nothing.
         self._has_own = not type(self.optimizer).__module__.startswith("torch.")
         self.is_spread = _is_spread(self.optimizer)
+        self.local = _local_of(name, optimizer) if self.is_spread else optimizer
+        """The optimizer that has this rank's state: the one inside ZeRO, else itself."""
         self._sizes = self._look_sizes()
         self._built: list[list[str]] | None = None
         self._named: list[list[str]] | None = None
@@ -86,19 +88,6 @@ class OptimizerComponent:
         self.added: list[list[torch.Tensor]] = []
         """The groups that `regroup` has made, by their parameters."""
         self.copy()
-
-    @property
-    def local(self) -> torch.optim.Optimizer:
-        """The optimizer that has this rank's state: the one inside ZeRO, else itself."""
-        if not self.is_spread:
-            return self.optimizer
-        found: torch.optim.Optimizer | None = vars(self.optimizer).get("optim")
-        if found is None:
-            raise UsageError(
-                f"{self.name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no own state before the "
-                "first steps and cannot be guarded; make it with overlap_with_ddp=False"
-            )
-        return found
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -341,6 +330,16 @@ class OptimizerComponent:
                 layout = partial(_with_layout, like=parameter, only=own)
                 laid_out[index] = rebuilt(laid_out[index], layout)
         return {**state, "state": laid_out}
+
+
+def _local_of(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    found: torch.optim.Optimizer | None = vars(optimizer).get("optim")
+    if found is None:
+        raise UsageError(
+            f"{name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no own state before the "
+            "first steps and cannot be guarded; make it with overlap_with_ddp=False"
+        )
+    return found
 
 
 def _with_local_parts(state: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class Structure:
     def __init__(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
         self._module = module
         self._built = _shapes(parameters)
-        self._kinds = _kinds(module)
         self._objects = dict(module.named_modules(remove_duplicate=False))
+        self._kinds = {name: type(child) for name, child in self._objects.items()}
         self.follow()
 
     def follow(self) -> None:
@@ -91,16 +91,16 @@ class Structure:
 
     def _other_modules(self) -> list[str]:
         """Modules that compute something else, with the same parameters."""
-        found, kinds = [], _kinds(self._module)
-        for name, module in self._module.named_modules(remove_duplicate=False):
+        found, now = [], dict(self._module.named_modules(remove_duplicate=False))
+        for name, module in now.items():
             old = self._objects.get(name)
             if old is None:
                 found.append(f"{name} is new")
             elif old is not module and text_of(old) != text_of(module):
                 found.append(f"{name} is now {_short(module)} and was {_short(old)}")
-            elif kinds[name] is not self._kinds[name]:
-                found.append(f"{name} is now a {kinds[name].__name__} and was a {self._kinds[name].__name__}")
-        found += [f"{name} is gone" for name in self._objects if name not in kinds]
+            elif type(module) is not self._kinds[name]:
+                found.append(f"{name} is now a {type(module).__name__} and was a {self._kinds[name].__name__}")
+        found += [f"{name} is gone" for name in self._objects if name not in now]
         return found
 
 
@@ -134,10 +134,6 @@ class Watch:
 
 def _shapes(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
-
-
-def _kinds(module: nn.Module) -> dict[str, type]:
-    return {name: type(child) for name, child in module.named_modules(remove_duplicate=False)}
 
 
 def _text(shape: tuple[tuple[int, ...], torch.dtype]) -> str:

@@ -35,11 +35,12 @@ from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.dtensors import local_part
 from mindx_elastic.capture.graph_replays import is_capturing
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.core.tensor_memory import memory_of, without_collections
 
 __all__ = ["HiddenChanges", "WeightSample", "WeightSamples", "same_elements", "sample_of"]
 
 _DIGITS = 16  # of a digest
+_FIRST = 2  # boundaries of a process after which is looked: one by itself finds what there is
 _STOCK = frozenset((torch.Tensor, torch.nn.Parameter))
 _PIECES = 4  # a sample has an element more, of a large parameter the first one and about the last
 
@@ -69,7 +70,7 @@ class WeightSamples:
         """Samples of the weights as they are now, by module."""
         found: dict[str, WeightSample] = {}
         for name, component in self._modules.items():  # this is done in steps of the training: no call for nothing
-            found[name] = sample_of(component.live_parameters())
+            found[name] = sample_of([*component.named.values()])
         return found
 
     def digests(self) -> dict[str, str]:
@@ -121,7 +122,7 @@ class HiddenChanges:
         """Boundary `step` has just been copied. Call it at close ones, and where there is a sample. Returns whether
         such changes were found just now, in a step in which no optimizer has stepped."""
         self._boundaries += 1
-        is_due = self.are_known or self._are_likely or is_close(self._boundaries, step)
+        is_due = self.are_known or self._are_likely or is_close(self._boundaries, step, _FIRST)
         before, self.sample = self.sample, self._samples.take() if is_due else None
         if self.are_known or before is None or self._samples.num_hidden(before, self.sample) == 0:
             return False
@@ -154,30 +155,35 @@ class HiddenChanges:
 
 
 @torch.no_grad()
+@without_collections()
 def sample_of(parameters: Sequence[torch.Tensor]) -> WeightSample:
-    """A few elements of each, as they are now."""
+    """A few elements of each, as they are now. Of thousands, so what is asked of each is little."""
     groups: dict[Any, list[torch.Tensor]] = {}
     owners: dict[Any, list[tuple[int, int]]] = {}
     versions: list[int] = []
     for number, parameter in enumerate(parameters):
         versions.append(-1 if parameter.is_inference() else parameter._version)
         tensor = parameter if type(parameter) in _STOCK else local_part(parameter)
+        key = (tensor.device, tensor.dtype)
+        if (pieces := groups.get(key)) is None:
+            pieces, owners[key] = groups.setdefault(key, []), []
         # One made of other tensors need not have elements in memory that can be picked.
-        is_simple = not tensor.is_meta and not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
-        if not tensor.numel() or not is_simple or tensor.layout is not torch.strided:
+        is_simple = type(tensor) in _STOCK or not hasattr(tensor, "__tensor_flatten__")
+        count = tensor.numel() if is_simple and tensor.layout is torch.strided else 0
+        if not count or tensor.is_meta or tensor.is_quantized:
             continue
         if tensor.is_contiguous() or (
             tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # in another order, no gaps
         ):
-            last = tensor.numel() - 1
-            step = max(1, last // _PIECES)
-            piece = tensor.as_strided((1 + min(_PIECES, last // step),), (step,), tensor.storage_offset())
+            step = max(1, (count - 1) // _PIECES)
+            length = 1 + min(_PIECES, (count - 1) // step)
+            pieces.append(tensor.as_strided((length,), (step,)))
         else:
-            piece = tensor[tuple([size - 1 for size in tensor.shape])].reshape(1)
-        key = (tensor.device, tensor.dtype)
-        groups.setdefault(key, []).append(piece)
-        owners.setdefault(key, []).append((number, len(piece)))
-    return WeightSample([*groups], [*map(torch.cat, groups.values())], [*owners.values()], versions)
+            length = 1
+            pieces.append(tensor[tuple([size - 1 for size in tensor.shape])].reshape(1))
+        owners[key].append((number, length))
+    groups = {key: pieces for key, pieces in groups.items() if pieces}
+    return WeightSample([*groups], [*map(torch.cat, groups.values())], [owners[key] for key in groups], versions)
 
 
 def same_elements(one: WeightSample, other: WeightSample) -> bool:

@@ -26,6 +26,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import attributes_of
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
+from mindx_elastic.core.tensor_memory import without_collections
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.checks import FIRST_LOOKS, Checks
 from mindx_elastic.guard.checks.ddp import CommHooks, UnreducedUpdates
@@ -167,11 +168,13 @@ class Boundaries:
         if self.is_look and self._hooks.watched:
             self._hooks.look()
         if number == 1 or self.gate.has_more_state or (self.is_look and number > FIRST_LOOKS):
-            self._pack_for_trial(refuses=number == 1)
+            with without_collections():
+                self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
         if number >= self.not_kept_at:
-            self.look_for_not_kept()
+            with without_collections():
+                self.look_for_not_kept()
 
     def _pack_for_trial(self, *, refuses: bool) -> None:
         """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:

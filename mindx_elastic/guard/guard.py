@@ -24,6 +24,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.tensor_memory import without_collections
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, entered, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
@@ -198,7 +199,7 @@ class Guard(LayeredGuard):
         """Enter the guard, for a host that calls the program back, so that no ``with`` block can be written. If it
         raises, the guard is closed again."""
         check_that_it_is_not_active(self)
-        with ExitStack() as stack:
+        with without_collections(), ExitStack() as stack:
             self._ranks = current_ranks(RankInfo.from_env())
             place = self._place
             ahead = stack.enter_context(ExitStack())

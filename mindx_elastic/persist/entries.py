@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ __all__ = [
     "entries_of_text",
     "entry_texts",
     "place_tensors",
-    "without_collections",
 ]
 
 _MOST_KEPT = 1 << 20  # characters: four such texts and what was read of them stay in memory
@@ -50,19 +47,6 @@ class TensorEntry(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         return BY_NAME[self.dtype]
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """A state of thousands of tensors makes thousands of objects that stay, and each makes Python look for garbage
-    sooner: half of the time of a save or a load of 20,000 small tensors."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:

@@ -21,7 +21,7 @@ import xxhash
 from mindx_elastic.core.division import RowPiece, piece_name
 from mindx_elastic.core.layout import Box
 from mindx_elastic.core.owners import Owners
-from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.core.tensor_memory import memory_of, without_collections
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -31,7 +31,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME
-from mindx_elastic.persist.entries import TensorEntry, without_collections
+from mindx_elastic.persist.entries import TensorEntry
 from mindx_elastic.persist.flatten import Tree, tensor_names, unflatten
 from mindx_elastic.persist.format import CheckpointInfo, Header, open_checkpoint
 

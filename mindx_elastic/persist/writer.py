@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mindx_elastic.core.tensor_memory import without_collections
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, Reserve, preallocate
 from mindx_elastic.persist.dtypes import NAMES
-from mindx_elastic.persist.entries import place_tensors, without_collections
+from mindx_elastic.persist.entries import place_tensors
 from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, Held, read_header, seal_header
 from mindx_elastic.persist.storage import (
