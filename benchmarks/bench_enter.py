@@ -1,6 +1,6 @@
 """What a guard costs a script besides its steps: imports, entering, leaving, memory; also beside the script without it.
 
-    python benchmarks/bench_enter.py [--cases small,layers,ddp] [--beside CHECKOUT] [--ranks 1,4] [--rounds 7] ...
+    python benchmarks/bench_enter.py [--cases small,layers,ddp,run] [--beside CHECKOUT] [--ranks 1,4] [--rounds 7] ...
 
 One thread a process. Each sample is a new process, or a new job under torchrun; `--beside` measures another checkout of
 this project in the same rounds, as "before". CPU time is that of whole processes, by the kernel's account.
@@ -22,6 +22,10 @@ Its state is about 3 MiB: what is measured is all that is not the reading of byt
 * import: `mindx_elastic.Guard` is imported
 * enter: `Guard` is made and entered; the slowest rank. `cpu` is the CPU time of the slowest rank's process meanwhile
 * resume: the same where a checkpoint lies on the disk, which is found, planned, read and loaded
+
+`run`: a script of one line under ``mindx-elastic run`` and under torchrun, one process each.
+
+* seconds: until its line; cpu: of the launcher and the script, to their end
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ ROOT = Path(__file__).parent.parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="small,layers,ddp", help="comma between them (default all)")
+    parser.add_argument("--cases", default="small,layers,ddp,run", help="comma between them (default all)")
     parser.add_argument("--beside", type=Path, help="another checkout of this project, to compare with")
     parser.add_argument("--ranks", default="1,4", help="of ddp: numbers of ranks, comma between them (default 1,4)")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
@@ -75,12 +79,20 @@ def main() -> int:
         return 0
     trees = {"now": ROOT} | ({} if args.beside is None else {"before": args.beside.absolute()})
     report = harness.Report(args)
+    methods: dict[str, harness.Method]
     for case in args.cases.split(","):
         if case == "ddp":
             for ranks in map(int, args.ranks.split(",")):
                 compare_ranks(report, trees, ranks, args.rounds)
             continue
-        methods: dict[str, harness.Method] = {"bare": partial(launch, case, ROOT, is_bare=True)}
+        if case == "run":
+            methods = {"torchrun": partial(first_line, ["torch.distributed.run"])}
+            methods["now"] = partial(first_line, ["mindx_elastic", "run"])
+            compared = harness.compare(case, methods, rounds=args.rounds)
+            targets = [harness.Target(method="now", figure=f, times_as_long=1.0) for f in (harness.SECONDS, "cpu")]
+            report.add(compared, base="torchrun", targets=targets, unit="s")
+            continue
+        methods = {"bare": partial(launch, case, ROOT, is_bare=True)}
         methods |= {name: partial(launch, case, tree) for name, tree in trees.items()}
         compared = harness.compare(case, methods, rounds=args.rounds)
         report.add(compared, base="bare", targets=TARGETS[case], unit="s, MiB")
@@ -130,6 +142,25 @@ def launch(
             raise SystemExit(f"exit code {process.returncode}; {len(found)} ranks have told their figures")
     whole = {} if ranks else {"cpu": used.ru_utime + used.ru_stime, "memory": used.ru_maxrss / 1024}
     return whole | {name: max(each[name] for each in found) for name in found[0]}
+
+
+def first_line(launcher: list[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="bench_enter-") as folder:
+        script = Path(folder) / "hello.py"
+        script.write_text("print('hello', flush=True)")
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        began = time.monotonic()
+        command = [sys.executable, "-m", *launcher, "--nproc-per-node", "1", str(script)]
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout is not None
+        while b"hello" not in (line := process.stdout.readline()):
+            assert line, "the launcher has ended without the script's line"
+        seconds = time.monotonic() - began
+        process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        process.stdout.close()
+    return {harness.SECONDS: seconds, "cpu": used.ru_utime + used.ru_stime}
 
 
 def small_program(folder: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,31 +32,22 @@ _Slice = tuple[int, str, list[int]]
 _data_ptr, _is_cuda = torch.Tensor.data_ptr, attrgetter("is_cuda")
 
 
-class BufferBlock:
+class BufferBlock(NamedTuple):
     """One copy. Not changed once it is made, except by the reader that is told to use its tensors again."""
 
-    def __init__(
-        self,
-        raw: bytes,
-        slices: list[_Slice | None],
-        outside: Sequence[torch.Tensor | None],
-    ) -> None:
-        self.raw = raw
-        """The bytes of all plain tensors, without gaps, so blocks are compared whole."""
-        self.slices = slices
-        """The part of `raw` that each tensor is; None for one that is outside of it."""
-        self.outside = outside
-        """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
-        self._views: list[torch.Tensor | None] | None = None
+    raw: bytes
+    """The bytes of all plain tensors, without gaps, so blocks are compared whole."""
+    slices: list[_Slice | None]
+    """The part of `raw` that each tensor is; None for one that is outside of it."""
+    outside: Sequence[torch.Tensor | None]
+    """Copies of the tensors that are not plain CPU memory; None for the others and for None."""
 
     @property
     def views(self) -> list[torch.Tensor | None]:
-        """The copies as tensors, one for each; None stays None. Any thread."""
-        if self._views is None:
-            flat = torch.frombuffer(bytearray(self.raw or b"\0"), dtype=torch.uint8)
-            parts = zip(self.slices, self.outside, strict=True)
-            self._views = [other if part is None else view_of(flat, part) for part, other in parts]
-        return self._views
+        """The copies as new tensors, one for each; None stays None. Any thread."""
+        flat = torch.frombuffer(bytearray(self.raw or b"\0"), dtype=torch.uint8)
+        parts = zip(self.slices, self.outside, strict=True)
+        return [other if part is None else view_of(flat, part) for part, other in parts]
 
 
 class BufferReader:
@@ -121,7 +112,7 @@ class BufferReader:
             return None if raw is None else self._with_others(raw, earlier)
         if [*map(_data_ptr, self._movable)] != self._movable_at:
             return None
-        return BufferBlock(b"".join(self._pieces), self.slices, self._no_others)
+        return tuple.__new__(BufferBlock, (b"".join(self._pieces), self.slices, self._no_others))  # without a call
 
     @torch.no_grad()
     def _with_others(self, raw: bytes, earlier: BufferBlock | None) -> BufferBlock:

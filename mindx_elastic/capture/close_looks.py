@@ -8,11 +8,11 @@ in the middle of a step says what it cannot tell.
 
 from __future__ import annotations
 
-__all__ = ["is_close"]
+__all__ = ["CLOSE_EVERY", "CLOSE_FIRST", "is_close"]
 
-_FIRST, _EVERY = 4, 50
+CLOSE_FIRST, CLOSE_EVERY = 4, 50
 
 
-def is_close(number: int, step: int, first: int = _FIRST) -> bool:
+def is_close(number: int, step: int, first: int = CLOSE_FIRST) -> bool:
     """The process's `number`-th boundary, that of `step`. Two in a row: a look is compared with the next one."""
-    return number <= first or (step + 1) % _EVERY < 2
+    return number <= first or (step + 1) % CLOSE_EVERY < 2

@@ -86,7 +86,9 @@ class Collector:
         places = self.places() if self._optimizers else {}
         for optimizer in self._optimizers.values():
             optimizer.set_names(places)
-        self._copies = [component.copy for n, component in self.components.items() if n not in self._modules]
+        self._makers = [(c, c.make) for _, c in self._plain if type(c).copy is PlainComponent.copy]
+        others = {id(c) for c in self._modules.values()}.union(id(c) for c, _ in self._makers)
+        self._copies = [component.copy for component in self.components.values() if id(component) not in others]
         self._streams = [component for component in self.adapted if component.is_stream]
         self._forecast = Forecast(c for _, c in self._plain)
         self._foreseen = dict(self._modules)
@@ -206,6 +208,8 @@ class Collector:
             module.copy(closely=closely)
         for copy in self._copies:
             copy()
+        for plain, make in self._makers:  # as `copy`, without the call
+            plain.copied = make()
         if self.broadcasts.are_used:
             self.broadcasts.copy()
         if self._weights:
@@ -364,7 +368,10 @@ class Collector:
                 plain[name] = component.state()
         if self._raw_rng[0] is not self.rng:  # after most steps no generator has moved
             self._raw_rng = self.rng, raw_rng(self.rng)
-        state: dict[str, Any] = {"rng": self._raw_rng[1], "progress": self._progress()}
+        progress: dict[str, Any] = dict(zip(Position._fields, self.position, strict=True))  # as `_progress`
+        if self._loop:
+            progress["loop"] = self._loop
+        state: dict[str, Any] = {"rng": self._raw_rng[1], "progress": progress}
         state |= {"buffers": buffers, "groups": groups, "plain": plain}
         if extras:
             state["extras"] = extras

@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -211,6 +212,14 @@ class PlainComponent:
         self._names: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._has_parameter_keys = False
+        self.make: Callable[[], Any] = self.look
+        """Makes `copied`, which is all that `copy` does, but for classes that have their own."""
+        if self._is_scheduler:
+            # What its state_dict would give, which makes a dict in a loop of Python's.
+            self.make = partial(copy_items, vars(target), but="optimizer")
+        elif self._source is not None:
+            self.make = self._source.noted
+        self.copied: Any = None
         self.copy()
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -226,13 +235,7 @@ class PlainComponent:
             self._has_parameter_keys = named_keys(state, self._names) is not state
 
     def copy(self) -> None:
-        if self._is_scheduler:
-            # What its state_dict would give, which makes a dict in a loop of Python's.
-            self._copy: Any = copy_items(vars(self.target), but="optimizer")
-        elif self._source is not None:
-            self._copy = self._source.noted()
-        else:
-            self._copy = self.look()
+        self.copied = self.make()
 
     def live_state(self) -> Any:
         """What its `state_dict` gives, the objects in it taken apart."""
@@ -253,20 +256,20 @@ class PlainComponent:
     @property
     def seen(self) -> Any:
         """The boundary's copy; None for a heavy one."""
-        return self._made_of(self._copy)
+        return self._made_of(self.copied)
 
     def state(self) -> Any:
-        state = self._copy
+        state = self.copied
         if self._source is not None:  # as `_made_of`
             state = self._source.made_of(state)
             state = state if self._gives_copies else copy_state(state)
         return named_keys(state, self._names) if self._has_parameter_keys else state
 
     def kept(self) -> Any:
-        return self._copy
+        return self.copied
 
     def go_back(self, kept: Any) -> None:
-        self._copy = kept
+        self.copied = kept
 
     def load(self, state: Any) -> None:
         self.put_back(state)
@@ -299,9 +302,6 @@ class WrapperComponent(PlainComponent):
         own = [self.target] if isinstance(self.target, torch.optim.Optimizer) else []
         return [*own, *optimizers_inside(self.target)]
 
-    def copy(self) -> None:
-        self._copy = self.look()
-
     def look(self) -> Any:
         return map_tensors(map_containers(self.live_state()), lambda t: t if t.dim() else t.detach().clone())
 
@@ -328,9 +328,9 @@ class ScalerComponent(PlainComponent):
     """The component of torch's `GradScaler`."""
 
     def copy(self) -> None:
-        self._copy = self.look()
+        self.copied = self.look()
         # Every replica's is the same, as the gradients are.
-        self.is_on_device = any(isinstance(v, torch.Tensor) and not v.is_cpu for v in self._copy.values())
+        self.is_on_device = any(isinstance(v, torch.Tensor) and not v.is_cpu for v in self.copied.values())
 
     @torch.no_grad()
     def look(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class ScalerComponent(PlainComponent):
         }
 
     def state(self) -> dict[str, Any]:
-        return {key: v.cpu().item() if isinstance(v, torch.Tensor) else v for key, v in self._copy.items()}
+        return {key: v.cpu().item() if isinstance(v, torch.Tensor) else v for key, v in self.copied.items()}
 
 
 class AdaptedComponent(PlainComponent):
@@ -366,11 +366,11 @@ class AdaptedComponent(PlainComponent):
 
     def copy(self) -> None:
         if self.is_heavy and not self.may_be_last:
-            self._copy, self.at_boundary = None, True
+            self.copied, self.at_boundary = None, True
             return
         began = time.perf_counter()
         adapter = self._adapter
-        self._copy = (
+        self.copied = (
             adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._adapter.state_dict()
         )
         ended = time.perf_counter()
@@ -399,7 +399,7 @@ class AdaptedComponent(PlainComponent):
     def recheck(self) -> None:
         """Look more closely than `copy` did. The program has not gone on since."""
         if isinstance(self._adapter, TensorAdapter):
-            self._copy = self._adapter.boundary_state(closely=True)
+            self.copied = self._adapter.boundary_state(closely=True)
 
     def check(self) -> None:
         """Its adapter has said at the start what it cannot keep."""
@@ -412,14 +412,14 @@ class AdaptedComponent(PlainComponent):
 
     @property
     def seen(self) -> Any:
-        return None if self.is_heavy else self._copy
+        return None if self.is_heavy else self.copied
 
     def state(self) -> Any:
-        if self._copy is None:
+        if self.copied is None:
             if not self.at_boundary:
                 raise UnsupportedStateError(
                     self.name,
                     "it takes too long to be copied at every boundary, and the program has gone on since the last one",
                 )
-            self._copy = self._adapter.state_dict()
-        return self._copy
+            self.copied = self._adapter.state_dict()
+        return self.copied

@@ -96,13 +96,13 @@ class PythonState:
         return random.Random.VERSION, _python_words(self.raw), self.gauss
 
 
-_python: Any = random._inst
+python_twister: Any = random._inst
 """The generator behind the module's functions."""
 
 
 def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
     """What `random.getstate` says; as it gives it where that is the only way. `earlier` itself where that is equal."""
-    words, gauss = _live_python(), _python.gauss_next
+    words, gauss = _live_python(), python_twister.gauss_next
     if words is None:
         return random.getstate()
     if type(earlier) is PythonState and earlier.raw.startswith(_python_line()) and earlier.gauss == gauss:
@@ -114,7 +114,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
     """`random.setstate` for what `python_state` gives."""
     words = _live_python()
     if isinstance(state, PythonState) and words is not None:
-        words.raw, _python.gauss_next = state.raw, state.gauss
+        words.raw, python_twister.gauss_next = state.raw, state.gauss
     else:
         random.setstate(state.as_tuple() if isinstance(state, PythonState) else state)
 
@@ -122,7 +122,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
 @cache
 def _live_python() -> Any:
     """The index and the words; None: only Python's own functions will do."""
-    return _python_block(_python) if _python_is_as_expected() else None
+    return _python_block(python_twister) if _python_is_as_expected() else None
 
 
 @cache
@@ -405,19 +405,15 @@ def _torch_says(generator: Any) -> bytes:
     return bytes(memory_of(generator.get_state()))
 
 
-_mark: tuple[Any, ...] = (None, None, None, None, (), b"")
+mark: tuple[Any, ...] = (None, None, None, None, (), b"")
 """When `have_moved` has last said no: the three states, the bit generator of numpy's, the lines, and their bytes."""
 
 
 def have_moved(python: Any, numpy: Any, torch: Any) -> bool:
     """Whether one of the three may be another now than the states given here, of one moment. False: `python_state`,
-    `numpy_state` and `torch_state` would give these very objects again.
-
-    In one call, for after most steps none has moved."""
-    global _mark
-    marked = _mark
-    if python is marked[0] and numpy is marked[1] and torch is marked[2] and marked[3].current_bits() is marked[3].bits:
-        return bool(marked[0].gauss != _python.gauss_next or b"".join(marked[4]) != marked[5])
+    `numpy_state` and `torch_state` would give these very objects again. Where `mark` has them, it tells that at once:
+    `capture.rng`."""
+    global mark
     access, block = _numpy, _torch_block()
     lines: tuple[Any, ...] = ()
     if type(python) is PythonState and type(numpy) is NumpyState and access is not None and block is not None:
@@ -426,5 +422,5 @@ def have_moved(python: Any, numpy: Any, torch: Any) -> bool:
     if python_state(python) is not python or numpy_state(numpy) is not numpy or torch_state() is not torch:
         return True
     if lines and access is _numpy:
-        _mark = python, numpy, torch, access, lines, before
+        mark = python, numpy, torch, access, lines, before
     return False

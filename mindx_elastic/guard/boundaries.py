@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.close_looks import is_close
+from mindx_elastic.capture.close_looks import CLOSE_EVERY, CLOSE_FIRST
 from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
 from mindx_elastic.capture.ddp import GradientOrders
 from mindx_elastic.capture.device_progress import fills_queue
@@ -31,6 +31,7 @@ from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.guard.checks.checks import FIRST_LOOKS, Checks
 from mindx_elastic.guard.checks.ddp import CommHooks, UnreducedUpdates
 from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.persist.flatten import flatten
 
@@ -50,12 +51,7 @@ def _num_functions_of(target: Any) -> int:
 class Boundaries:
     """One per entered guard. Training thread; `stack` removes the hooks in the end."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        opening: Opening,
-        checks: Checks,
-    ) -> None:
+    def __init__(self, stack: ExitStack, opening: Opening, checks: Checks, loops: Loops) -> None:
         targets, ddp, world_size = opening.targets, opening.ddp, opening.saver.ranks.world_size
         collector, unmanaged = self._collector, self._unmanaged = opening.collector, opening.unmanaged
         self.has_passed = False
@@ -103,7 +99,7 @@ class Boundaries:
         """Called at boundary `not_kept_at`, which it moves on: looks for what changes in the training and is not
         kept."""
         self.not_kept_at = math.inf
-        self._checks = checks
+        self._checks, self._loops = checks, loops
 
     def _begin_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._unreduced is not None:
@@ -146,11 +142,12 @@ class Boundaries:
         if self._unreduced is not None and not again:
             self._unreduced.at_boundary()
         self.has_passed = True
-        closely = position.step_in_epoch == 1 or is_close(self.number + 1, position.step)
+        step = position.step  # as `is_close`, without a call
+        closely = position.step_in_epoch == 1 or self.number < CLOSE_FIRST or (step + 1) % CLOSE_EVERY < 2
         if not self.gate.pass_boundary(self._collector.copy, position, closely, closely=closely):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
-                position.step,
+                step,
             )
         if self._collector.structure_is_new:
             self._refuse_new_structure()
@@ -158,7 +155,7 @@ class Boundaries:
             self._collector.leave_head()
         hidden = self.hidden
         if closely or hidden.sample is not None:
-            self.gate.unguarded |= hidden.at_boundary(position.step)
+            self.gate.unguarded |= hidden.at_boundary(step)
         if again:
             return
         number = self.number = self.number + 1
@@ -175,6 +172,10 @@ class Boundaries:
         if number >= self.not_kept_at:
             with without_collections():
                 self.look_for_not_kept()
+        self._loops.at_boundary(hidden.sample)
+        checks = self._checks
+        if self.is_look or checks.has_news or self._unmanaged.has_refused:
+            checks.at_boundary(number, is_look=self.is_look)
 
     def _pack_for_trial(self, *, refuses: bool) -> None:
         """Make all of a file but its bytes: what no checkpoint can hold is found here, and not at the stop. `refuses`:

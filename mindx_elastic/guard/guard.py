@@ -290,7 +290,7 @@ class Guard(LayeredGuard):
 
     def _start_stages(self, stack: ExitStack, opening: Opening) -> None:
         """Start to watch updates and then to listen for alarms."""
-        boundaries = self._boundaries = Boundaries(stack, opening, self._checks)
+        boundaries = self._boundaries = Boundaries(stack, opening, self._checks, self._loops)
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         around, saver, peers, relay = opening.around, opening.saver, opening.start.peers, opening.relay
@@ -458,21 +458,11 @@ class Guard(LayeredGuard):
         if is_inside:
             self._boundaries.inside_window()
         if position is not None:
-            self._pass_boundary(position)
+            self._overlap.copy() if self._overlap.is_playing else self._boundaries.cut(position)
             if retake and self._around.memory is not None and not self._overlap.is_playing:
                 self._around.memory.keep_boundary()
         elif not self._known:
             self._update_gate.pass_unknown()
-
-    def _pass_boundary(self, position: Position) -> None:
-        if self._overlap.is_playing:
-            self._overlap.copy()
-            return
-        self._boundaries.cut(position)
-        self._loops.at_boundary(self._boundaries.hidden.sample)
-        boundaries, checks = self._boundaries, self._checks
-        if boundaries.is_look or checks.has_news or self._unmanaged.has_refused:
-            checks.at_boundary(boundaries.number, is_look=boundaries.is_look)
 
     def finish_step(self, *, retake: bool = False, loss: object = None) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
@@ -522,7 +512,7 @@ class Guard(LayeredGuard):
         if self._boundaries.is_inside_accumulation():
             return
         self._cut = self._known = True
-        self._pass_boundary(self._loops.position)
+        self._overlap.copy() if self._overlap.is_playing else self._boundaries.cut(self._loops.position)
         self.finish_step()
 
     def _pass_tail(self) -> None:
