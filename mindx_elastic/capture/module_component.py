@@ -8,13 +8,13 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, BufferReader, is_plain, view_of
 from mindx_elastic.capture.copying import copy_state
@@ -30,6 +30,8 @@ __all__ = ["ModuleComponent", "unwrap_module"]
 
 _MODEL = re.compile(r"model(_\d+)?")
 _MOST_PARTS = 64
+_LAZY = (UninitializedParameter, UninitializedBuffer)
+_name_of = attrgetter("__name__")
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -522,8 +524,8 @@ def _is_part(saved: object, live: torch.Tensor | None) -> bool:
 
 
 def _refuse_lazy(name: str, module: nn.Module, children: Sequence[nn.Module]) -> None:
-    tables = [table for child in children for table in (child._parameters, child._buffers) if table]
-    if any(tensor is not None and is_lazy(tensor) for table in tables for tensor in table.values()):
+    kinds = {type(t) for child in children for table in (child._parameters, child._buffers) for t in table.values()}
+    if not kinds.isdisjoint(_LAZY):
         tensors = (*module.named_parameters(), *module.named_buffers())
         lazy = [own for own, tensor in tensors if is_lazy(tensor)]
         problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
@@ -533,7 +535,7 @@ def _refuse_lazy(name: str, module: nn.Module, children: Sequence[nn.Module]) ->
 def _of_class(children: Iterable[nn.Module], name: str) -> list[nn.Module]:
     """Those with a base of that name, whose import takes long."""
     children = list(children)
-    kinds = {kind for kind in {*map(type, children)} if any(base.__name__ == name for base in kind.__mro__)}
+    kinds = {kind for kind in {*map(type, children)} if name in map(_name_of, kind.__mro__)}
     return [child for child in children if type(child) in kinds]
 
 
