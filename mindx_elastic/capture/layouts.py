@@ -117,7 +117,7 @@ class LayoutRecorder:
 
     def record(self) -> LayoutRecord:
         """The record as of now; worked out again only when an optimizer has got state for more parameters."""
-        num_states = sum(len(c.local.state) for c in self._optimizers.values())
+        num_states = sum([len(c.local.state) for c in self._optimizers.values()])
         if self._record is None or num_states != self._num_described:
             self._record, self._num_described = self._describe(), num_states
         return self._record

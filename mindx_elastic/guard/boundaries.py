@@ -164,14 +164,15 @@ class Boundaries:
         self.is_look = number <= FIRST_LOOKS or not number & (number - 1)
         if self.is_look and self._hooks.watched:
             self._hooks.look()
-        if number == 1 or self.gate.has_more_state or (self.is_look and number > FIRST_LOOKS):
-            with without_collections():
-                self._pack_for_trial(refuses=number == 1)
         if self._collector.compiled.is_new:
             self._tell_of_compiled()
-        if number >= self.not_kept_at:
+        packs = number == 1 or self.gate.has_more_state or (self.is_look and number > FIRST_LOOKS)
+        if packs or number >= self.not_kept_at:
             with without_collections():
-                self.look_for_not_kept()
+                if packs:
+                    self._pack_for_trial(refuses=number == 1)
+                if number >= self.not_kept_at:
+                    self.look_for_not_kept()
         self._loops.at_boundary(hidden.sample)
         checks = self._checks
         if self.is_look or checks.has_news or self._unmanaged.has_refused:
