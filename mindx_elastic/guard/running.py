@@ -41,9 +41,16 @@ from mindx_elastic.prove.variables import Variables
 from mindx_elastic.rejoin import groups, nccl, spare, spare_warmup
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
-from mindx_elastic.rejoin.host import PARTS_DIFFER, Host
-from mindx_elastic.rejoin.member import GuardEntry, LeavesToRejoin, Member
-from mindx_elastic.rejoin.own_member import find_member, join_job, tell_once
+from mindx_elastic.rejoin.member import (
+    PARTS_DIFFER,
+    GuardEntry,
+    Host,
+    LeavesToRejoin,
+    Member,
+    find_member,
+    join_job,
+    tell_once,
+)
 from mindx_elastic.start.in_place import Boundary
 
 __all__ = ["EnterAgain", "InPlaceGuard", "run_in_place", "tell_of_block"]

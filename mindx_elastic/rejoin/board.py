@@ -60,6 +60,10 @@ class Board:
         text = self._seal.close(key, json.dumps(content, separators=(",", ":")))
         return self._open(key, self._store.compare_set(key, "", text))
 
+    def refuse(self, generation: int, rank: int, reason: str) -> None:
+        """Tell the coordinator why `rank` does not go on. Raises NotOursError."""
+        self.write(f"{generation}/refusal", {"rank": rank, "refusal": reason})
+
     def read(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The notes that are there, by key, now."""
         there = [key for key in keys if self._store.check([key])]

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.alarm.signals import hold_signals
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.looks import table_of
+from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["end_setup", "hold", "prepare"]
 
@@ -116,12 +118,18 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 def _tell(text: str) -> None:
     """Here, and on the board: the agent says it as the reason of the restart."""
-    from mindx_elastic.rejoin.member import Member
+    from torch.distributed import PrefixStore
 
     logger.error("%s", text)
-    settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    if agent is not None:
-        Member(settings, RankInfo.from_env(), agent).refuse(settings.generation, text)
+    settings, ranks, agent = RejoinSettings.from_env(), RankInfo.from_env(), AgentInfo.from_env()
+    if agent is None:
+        return
+    try:
+        store = PrefixStore(f"mindx/rejoin/{agent.attempt}", open_connection())
+        scope = f"{agent.attempt}/{settings.generation}"
+        Board(store, key=board_key(), scope=scope, writer=ranks.rank).refuse(settings.generation, ranks.rank, text)
+    except Exception as error:
+        logger.debug("the store does not take the reason: %s", error)
 
 
 def _patch(owner: Any, name: str, value: Any) -> None:

@@ -1,9 +1,10 @@
 """The worker's side of an in-place recovery: out of the collectives, agree, new connections, go on.
 
-One per process. Two threads use it: the watcher hears of a death and cuts the connections; the training thread comes
-out and does the rest (`Member.leave`), with the guard still open: as long as the donor's state is not in shared memory,
-this rank can still save its own boundary. After that it leaves its guard and enters it again, with a `GuardEntry` in
-place of files. The new process begins there (`Member.join`).
+One `Member` per process (`find_member`), and one `Host` per entered guard. Two threads use it: the watcher hears of a
+death and cuts the connections; the training thread comes out and does the rest (`Member.leave`), with the guard still
+open: as long as the donor's state is not in shared memory, this rank can still save its own boundary. After that it
+leaves its guard and enters it again, with a `GuardEntry` in place of files. The new process begins there
+(`Member.join`).
 """
 
 from __future__ import annotations
@@ -12,24 +13,48 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.agreement.connect import open_connection
 from mindx_elastic.agreement.sealed import NotOursError
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.rejoin import groups
+from mindx_elastic.errors import MismatchError
+from mindx_elastic.memory.memory import Memory
+from mindx_elastic.rejoin import groups, joiner, nccl, spare
+from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.board import Board, board_key
 from mindx_elastic.rejoin.failures import Failures, RejoinFailed
 from mindx_elastic.rejoin.groups import DdpModules
-from mindx_elastic.rejoin.host import Host
 from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report, decide
 from mindx_elastic.rejoin.sockets import SocketsPart
 from mindx_elastic.rejoin.spare_warmup import share_orders
 
-__all__ = ["GuardEntry", "LeavesToRejoin", "Member", "UnfitSpareError"]
+if TYPE_CHECKING:
+    from mindx_elastic.guard.saver import Saver
 
+__all__ = [
+    "PARTS_DIFFER",
+    "GuardEntry",
+    "Host",
+    "LeavesToRejoin",
+    "Member",
+    "UnfitSpareError",
+    "find_member",
+    "join_job",
+    "tell_once",
+]
+
+PARTS_DIFFER = "the ranks hold different parts of the state, so a dead one takes its part with it"
+_HAS_HOOK = "DDP has a communication hook, which a new process would call alone when it lays out its buckets"
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
 _LOOK_S = 0.05
@@ -58,6 +83,88 @@ class GuardEntry(NamedTuple):
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
+
+
+class Host:
+    """What a member needs of its guard while that is open. One per entered guard."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        memory: Memory | None,
+        gate: UpdateGate,
+        step_gate: StepGate,
+        watcher: Watcher,
+        ddp: groups.DdpModules,
+        objects: ObjectsBeforeCall,
+        *,
+        is_stopping: Callable[[], bool],
+        peers_gone_soon: Callable[[], bool],
+        end: Callable[[str], NoReturn],
+    ) -> None:
+        """`memory`: the rank's shared memory; None: there is none. `peers_gone_soon`: after a failed collective,
+        whether another rank is gone, or will be in a moment. `end`: ends this process, because of what the text says,
+        without a save and without a word to the others."""
+        self._saver, self._collector, self._memory, self._objects = saver, saver.collector, memory, objects
+        self._gate, self._step_gate, self._watcher = gate, step_gate, watcher
+        self.is_stopping, self.peers_gone_soon, self.end = is_stopping, peers_gone_soon, end
+        self.ddp = ddp
+
+    def report(self) -> Report:
+        saver, collector, rank = self._saver, self._collector, self._saver.ranks.rank
+        self._gate.give_up()
+        problem_of_devices = groups.devices.wait_aborted()
+        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
+            nccl.end_process(broken)  # before it has reported: a new process takes its place
+        if self._memory is not None:
+            self._memory.finish_copy()
+        with self._gate.hold(0.0) as problem:
+            return Report(
+                rank=rank,
+                run_id=saver.events.run_id,
+                attempt=saver.events.attempt,
+                step=collector.position.step,
+                clean=problem is None,
+                groups=groups.digest(),
+                orders=collector.gradient_order,
+                lacked=saver.lacked,
+                problem=problem_of_devices or self._problem() or self._objects.problem,
+            )
+
+    def _problem(self) -> str:
+        """Why the ranks cannot go on in place from one boundary; empty: they can."""
+        if self._collector.compiled.any:
+            return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+        if not self._saver.replicated:
+            return PARTS_DIFFER
+        if any(module._comm_hooks for _, module in self.ddp):
+            return _HAS_HOOK
+        return ""
+
+    def live(self) -> tuple[Mapping[str, Any], Any]:
+        """The state of the last boundary, and its header facts. The update gate is held."""
+        return self._collector.state(), self._saver.describe("snapshot")
+
+    def donate(self) -> Path:
+        """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
+        path = None if self._memory is None else self._memory.donate()
+        if path is None:
+            raise RejoinFailed("the donor's state does not fit into shared memory")
+        return path
+
+    def call_soon(self, seconds: float, work: Callable[[], None]) -> None:
+        """Run a function in the watcher thread after so many seconds."""
+        self._watcher.call_at(time.monotonic() + seconds, work)
+
+    def open_gate(self) -> None:
+        """Let the training thread come out at its next boundary."""
+        self._step_gate.close()
+        self._step_gate.open_until(0)
+
+    def orders(self) -> Mapping[str, list[int]]:
+        """The order in which the gradients of each of `ddp` arrive; empty where one is not known yet, or cannot be."""
+        orders = self._collector.gradient_order
+        return orders if self.ddp and all(orders.get(name) for name, _ in self.ddp) else {}
 
 
 class Member:
@@ -226,7 +333,7 @@ class Member:
     def refuse(self, generation: int, reason: str) -> None:
         """Tell the coordinator why this rank does not go on; it ends the recovery, and need not wait for its time."""
         try:
-            self._board(generation).write(f"{generation}/refusal", {"rank": self.ranks.rank, "refusal": reason})
+            self._board(generation).refuse(generation, self.ranks.rank, reason)
         except Exception as error:
             logger.debug("the store does not take the reason: %s", error)
 
@@ -363,3 +470,48 @@ class Member:
         if self._store is None:
             self._store = dist.PrefixStore(f"mindx/rejoin/{self._attempt}", open_connection())
         return self._store
+
+
+_members: list[Member] = []
+_told: set[str] = set()
+
+
+def find_member(ranks: RankInfo, modules: Sequence[nn.Module], *, is_first_guard: bool) -> Member | None:
+    """This process's member; None: a death restarts the job. `modules`: what the guard keeps of these. Raises
+    MismatchError in a new process that cannot take its place."""
+    settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
+    if not settings.in_place or agent is None or ranks.world_size == 1:
+        return None
+    # A new process could not pass the guards before it.
+    reason = groups.problem() if is_first_guard else "this is not the process's first guard"
+    if any(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters()):
+        reason = reason or PARTS_DIFFER
+    parts = (part for module in modules for part in module.modules())
+    if any(part._comm_hooks for part in parts if isinstance(part, DistributedDataParallel)):
+        reason = reason or _HAS_HOOK
+    if reason:
+        if settings.generation and is_first_guard:
+            raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
+        tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
+        return None
+    if not _members:
+        _members.append(Member(settings, ranks, agent))
+    return _members[0]
+
+
+def tell_once(ranks: RankInfo, text: str) -> None:
+    """One line a job: why there is no recovery in place."""
+    if ranks.rank == 0 and text not in _told:
+        _told.add(text)
+        logger.warning("--recover in-place: %s", text)
+
+
+def join_job(member: Member, ddp: groups.DdpModules) -> GuardEntry:
+    """In a new process: wait for the other ranks, and connect. Raises MismatchError."""
+    try:
+        return member.join(ddp, joiner.end_setup)
+    except UnfitSpareError as error:
+        spare.end_unfit(str(error))
+    except RejoinFailed as error:
+        member.refuse(member.generation, str(error))
+        raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None

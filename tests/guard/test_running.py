@@ -15,7 +15,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import running
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.running import InPlaceGuard, _end_frames, tell_of_block
-from mindx_elastic.rejoin import own_member
+from mindx_elastic.rejoin import member
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall
 from mindx_elastic.rejoin.member import GuardEntry, Member
 
@@ -77,7 +77,7 @@ def test_what_is_told_of_a_guard_that_cannot_recover_in_place_fits_its_program(
 ) -> None:
     monkeypatch.setattr(running, "_is_running", False)
     monkeypatch.setenv("MINDX_RECOVER", "in-place")
-    monkeypatch.setattr(own_member, "_told", set())
+    monkeypatch.setattr(member, "_told", set())
     monkeypatch.setattr("mindx_elastic.guard.running.AgentInfo.from_env", object)
     tell_of_block(RankInfo(rank=0, world_size=2), is_layered=is_layered)
     assert [told in each.message for each in caplog.records] == [True]

@@ -14,9 +14,7 @@ from mindx_elastic.errors import MismatchError
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.failures import RejoinFailed
-from mindx_elastic.rejoin.host import Host
-from mindx_elastic.rejoin.member import Member, UnfitSpareError
-from mindx_elastic.rejoin.own_member import join_job
+from mindx_elastic.rejoin.member import Host, Member, UnfitSpareError, join_job
 from mindx_elastic.rejoin.protocol import Report
 
 

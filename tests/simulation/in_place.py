@@ -2,7 +2,7 @@
 
 Real are the agent of `agents` with `agent.recovery` and `agent.replacements`, and in the workers the board, the member,
 the protocol, how a rank leaves and enters its guard again (`guard.running`), and how a new process joins
-(`rejoin.own_member`). Simulated are sockets and process groups, the training, its state and what goes wrong::
+(`rejoin.member`). Simulated are sockets and process groups, the training, its state and what goes wrong::
 
     python -m tests.simulation in_place --schedules 20000 --first 0 --jobs 2
     python -m tests.simulation in_place --seed 4711          # its story
@@ -44,7 +44,6 @@ from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard import running
 from mindx_elastic.rejoin import member as rejoin_member
-from mindx_elastic.rejoin import own_member
 from mindx_elastic.rejoin.failures import RejoinFailed
 from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report
@@ -313,7 +312,7 @@ class _Failures:
 
 
 class _Host:
-    """`rejoin.host.Host`."""
+    """`rejoin.member.Host`."""
 
     ddp = ()
 
@@ -841,8 +840,8 @@ class InPlaceJob(Job):
                     "board_key": lambda: _KEY,
                     "open_connection": self._open_connection,
                     "share_orders": lambda *_: None,
+                    "joiner": SimpleNamespace(end_setup=lambda: mine().reach("join")),
                 },
-                own_member: {"joiner": SimpleNamespace(end_setup=lambda: mine().reach("join"))},
                 running: {
                     "find_member": lambda *_, **__: mine().member,
                     "current_ranks": lambda ranks: ranks,
