@@ -15,7 +15,7 @@ import pytest
 
 from mindx_elastic import config
 from mindx_elastic.agent import options
-from mindx_elastic.agent.ledger import AttemptRecord, Totals
+from mindx_elastic.agent.history import AttemptRecord, Totals
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.cli import plan as plan_cli
 from mindx_elastic.config import (

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from mindx_elastic.agent import line_keeper
-from mindx_elastic.agent.run_log import last_lines_path
+from mindx_elastic.agent.history import last_lines_path
 from mindx_elastic.core.events import logger
 
 __all__ = ["LastLines", "exception_in"]

@@ -6,7 +6,6 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -24,9 +23,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from mindx_elastic.agent import child
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.forked_start import ForkedStart
+from mindx_elastic.agent.history import identity, render
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.last_lines import LastLines
-from mindx_elastic.agent.ledger import print_block, render
+from mindx_elastic.agent.ledger import print_block
 from mindx_elastic.agent.metrics import MetricsServer
 from mindx_elastic.agent.nodes import Membership, NodeHost, host_table
 from mindx_elastic.agent.options import Launch, parse
@@ -176,8 +176,7 @@ def run_job(
         events.emit(
             "agent_end",
             reason=cause,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            **identity(),
             outcome=f"{'failed' if supervisor is None else supervisor.ending.outcome}, exit code {code}",
             exit_code=code,
             **account,
@@ -189,8 +188,7 @@ def _say_start(plan: Launch, folder: AgentFolder, events: EventLog) -> None:
     options, config = plan.options, plan.config
     events.emit(
         "agent_start",
-        pid=os.getpid(),
-        host=socket.gethostname(),
+        **identity(),
         agent_dir=str(folder.path),
         command=list(plan.command),
         command_line=shlex.join(["mindx-elastic", *sys.argv[1:]]),

@@ -13,139 +13,46 @@ event          when
 =============  ============================================================================================
 
 Their fields are those of `AttemptRecord` (`cause` is the event's `reason`, `step_reached` its `step`), and `pid` and
-`host` of the agent. `run_log` reads them back.
+`host` of the agent. `history` has the model and reads them back.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from mindx_elastic.agent.history import (
+    FAILED,
+    NEW_NODE,
+    REHEARSED,
+    AttemptRecord,
+    Totals,
+    add_up,
+    as_attempt_event,
+    count_recovery,
+    identity,
+)
 from mindx_elastic.agent.pausing import who_waits, why_gone_on
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import counted, printable, printable_block
+from mindx_elastic.core.printable import printable_block
 from mindx_elastic.core.status_page import Status
-from mindx_elastic.rejoin.record import IN_PLACE, RecoveryRecord, as_event, as_lines
+from mindx_elastic.rejoin.record import RecoveryRecord, as_event
 
 if TYPE_CHECKING:
     from mindx_elastic.agent.attempt import Attempt
     from mindx_elastic.agent.endings import Ending
 
-__all__ = [
-    "FAILED",
-    "FINISHED",
-    "NEW_NODE",
-    "STOPPED",
-    "AttemptRecord",
-    "Ledger",
-    "Totals",
-    "add_up",
-    "as_attempt_event",
-    "count_recovery",
-    "print_block",
-    "render",
-    "totals_line",
-]
+__all__ = ["Ledger", "print_block"]
 
 
-FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
-REHEARSED = "restarted for its rehearsal"
-"""Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, to try the
-resume."""
-_OUTCOMES = {
-    "finished": FINISHED,
-    "stopped": STOPPED,
-    "failed": FAILED,
-    "membership": NEW_NODE,
-    "rehearsed": REHEARSED,
-}
-"""By `Ending.outcome`."""
+_OUTCOMES = {"membership": NEW_NODE, "rehearsed": REHEARSED}
+"""By `Ending.outcome`; others are the same word."""
 _NS = 1_000_000_000
-WIDTH = 100
-_CAUSE_CHARS = 150
-
-
-@dataclass(kw_only=True, slots=True)
-class AttemptRecord:
-    """One start of the workers of one node and how it ended; None where something is not known (yet).
-
-    The four times are seconds *since the failure*, not since each other: survivors may have saved before the agent has
-    noticed anything. So the last of them is how long the job did not train.
-    """
-
-    attempt: int
-    world_size: int | None = None
-    node: int | None = None
-    """Rank of the node of the agent that wrote this."""
-    started: float | None = None
-    """Unix seconds."""
-    cause: str | None = None
-    """Why it ended, for a person; None when it finished."""
-    cause_rank: int | None = None
-    step_reached: int | None = None
-    """Last boundary that every rank of the node had passed; -1: none."""
-    resumed_step: int | None = None
-    """Step it went on from; -1: a fresh start."""
-    resumed_path: str | None = None
-    saved_step: int | None = None
-    """Newest step that can be gone on from after the end."""
-    steps_lost: int | None = None
-    detect_s: float | None = None
-    """Until the failure was noticed."""
-    save_s: float | None = None
-    """Until the newest step was safe."""
-    restart_s: float | None = None
-    """Until new workers were started."""
-    first_step_s: float | None = None
-    """Until the next attempt has passed its first boundary: the time to recovery."""
-    paused_s: float | None = None
-    """How long its ranks waited by command (`mindx-elastic pause`), in all; None: they did not."""
-    stall_s: float | None = None
-    """How long periodic saves have held up its training: the rank that they have held up longest."""
-    in_place: int | None = None
-    """Failures that it has outlived: recoveries in place; None: there were none."""
-    in_place_s: float | None = None
-    """How long its ranks did not train because of them, in all."""
-    in_place_steps_lost: int | None = None
-    """By them, in all."""
-    outcome: str | None = None
-    """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE`, `REHEARSED` or another word; None while it runs."""
-    full_size: int | None = None
-    """How many ranks the job is meant to have, where it has fewer."""
-    why_fewer: str | None = None
-
-    @property
-    def pause_s(self) -> float | None:
-        """Seconds without training that followed this attempt, as far as they are known."""
-        return max(
-            (t for t in (self.detect_s, self.save_s, self.restart_s, self.first_step_s) if t is not None), default=None
-        )
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The sums over a job's attempts."""
-
-    attempts: int
-    failures: int
-    """Those that were recovered from in place, too."""
-    steps_lost: int
-    unknown_losses: int
-    """Failures of which it is not known how many steps they cost."""
-    not_training_s: float
-    """After failures."""
-    paused_s: float = 0.0
-    """By command."""
-    in_place: int = 0
-    """Failures that were recovered from in place."""
 
 
 @dataclass
@@ -210,10 +117,9 @@ class Ledger:
             node=node,
             started=record.started,
             restarts=restarts,
-            pid=os.getpid(),
-            host=socket.gethostname(),
             full_size=record.full_size,
             why_fewer=record.why_fewer,
+            **identity(),
         )
         if self._pause is not None:
             self._pause.record.restart_s = time.monotonic() - self._pause.began
@@ -278,7 +184,7 @@ class Ledger:
         """A recovery in place of this attempt is over, whether it has succeeded or not."""
         record = replace(record, attempt=self.records[-1].attempt, time=time.time())
         self.recoveries.append(record)
-        self._events.emit("rejoin", **as_event(record), **_identity())
+        self._events.emit("rejoin", **as_event(record), **identity())
         count_recovery(self.records[-1], record)
 
     def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
@@ -305,7 +211,7 @@ class Ledger:
         if saved_ns:
             record.save_s = max(0.0, saved_ns / _NS - began)
         record.stall_s = round(max((status.stall_ns for status in statuses.values()), default=0) / _NS, 6) or None
-        record.outcome = _OUTCOMES[ending.outcome]
+        record.outcome = _OUTCOMES.get(ending.outcome, ending.outcome)
         self._events.emit("attempt_end", **as_attempt_event(record))
         for other in self._open[:-1]:  # no first step after it can become known any more
             self._settle(other)
@@ -348,148 +254,11 @@ class Ledger:
         )
 
 
-def as_attempt_event(record: AttemptRecord) -> dict[str, Any]:
-    """The arguments of `EventLog.emit` after the event's name."""
-    content = asdict(record)
-    cause, step = content.pop("cause"), content.pop("step_reached")
-    return {"step": step, "reason": cause, **content, **_identity()}
-
-
-def _identity() -> dict[str, Any]:
-    """The agent that writes: several may write to one file, after one another or at the same time."""
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def count_recovery(record: AttemptRecord, recovery: RecoveryRecord) -> None:
-    """What a recovery in place has cost its attempt. One that came to nothing is part of the failure that follows."""
-    if recovery.outcome == IN_PLACE:
-        record.in_place = (record.in_place or 0) + 1
-        record.in_place_s = round((record.in_place_s or 0.0) + (recovery.duration_s or 0.0), 6)
-        record.in_place_steps_lost = (record.in_place_steps_lost or 0) + (recovery.steps_lost or 0)
-
-
 def _began(attempt: Attempt, statuses: Iterable[Status]) -> float:
     """When it happened: by the agent's clock, or earlier if a survivor had heard of it before."""
     alarms = [s.alarm_ns / _NS for s in statuses if s.alarm_ns]
     known = [*alarms, *([attempt.failed_at] if attempt.failed_at is not None else [])]
     return min(known, default=time.monotonic())
-
-
-def add_up(records: Iterable[AttemptRecord]) -> Totals:
-    """The totals of some attempts."""
-    records = list(records)
-    failed = [record for record in records if record.outcome == FAILED]
-    in_place = sum(record.in_place or 0 for record in records)
-    return Totals(
-        attempts=len(records),
-        failures=len(failed) + in_place,
-        steps_lost=sum((record.steps_lost or 0) + (record.in_place_steps_lost or 0) for record in records),
-        unknown_losses=sum(record.steps_lost is None for record in failed),
-        not_training_s=round(sum((record.pause_s or 0.0) + (record.in_place_s or 0.0) for record in records), 3),
-        paused_s=round(sum(record.paused_s or 0.0 for record in records), 3),
-        in_place=in_place,
-    )
-
-
-def totals_line(totals: Totals) -> str:
-    """For example ``3 failures (2 recovered in place), 0 steps lost, 4.1 s not training``."""
-    lost = counted(totals.steps_lost, "step") + " lost"
-    if totals.unknown_losses == totals.failures > 0:
-        lost = "steps lost: not known yet"
-    elif totals.unknown_losses:
-        lost += f" (not known yet for {counted(totals.unknown_losses, 'failure')})"
-    paused = f", {_seconds(totals.paused_s)} s paused by command" if totals.paused_s else ""
-    failures = counted(totals.failures, "failure")
-    if totals.in_place:
-        failures += f" ({'' if totals.in_place == totals.failures else f'{totals.in_place} '}recovered in place)"
-    return f"{failures}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
-
-
-def render(
-    records: Sequence[AttemptRecord],
-    recoveries: Sequence[RecoveryRecord] = (),
-    *,
-    still_open: str = "running",
-    width: int = WIDTH,
-) -> str:
-    """The attempts as a table, the recoveries in place and the totals as plain text, without a line break at the end.
-
-    still_open: text for an attempt without a recorded end. width: columns, `WIDTH` at least.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, row in enumerate(_cells(record, still_open) for record in records):
-        for name in () if number else row:
-            is_cause = name == _CAUSE
-            table.add_column(Text(name), justify="left" if is_cause else "right", no_wrap=not is_cause, overflow="fold")
-        table.add_row(*map(Text, row.values()))
-    stream = io.StringIO()
-    console = Console(
-        file=stream, width=max(width, WIDTH), color_system=None, highlight=False, markup=False, emoji=False
-    )
-    console.print(table if records else "no attempt yet")
-    if recoveries:
-        console.print()
-        console.print("\n".join(as_lines(recoveries)))
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    return "\n".join([*lines, "", totals_line(add_up(records))])
-
-
-_CAUSE = "how it ended"
-
-
-def _cells(record: AttemptRecord, still_open: str) -> dict[str, str]:
-    """What the columns say, by their headings; the second line of a heading is the unit."""
-    return {
-        "#": str(record.attempt),
-        "ranks": _ranks(record),
-        "from\nstep": "fresh" if record.resumed_step == -1 else _number(record.resumed_step),
-        "to\nstep": "none" if record.step_reached == -1 else _number(record.step_reached),
-        _CAUSE: _ending(record, still_open),
-        "saved\nstep": "none" if record.saved_step == -1 else _number(record.saved_step),
-        "steps\nlost": _number(record.steps_lost),
-        "detect\ns": _seconds(record.detect_s),
-        "save\ns": _seconds(record.save_s),
-        "restart\ns": _seconds(record.restart_s),
-        "1st step\ns": _seconds(record.first_step_s),
-    }
-
-
-def _ranks(record: AttemptRecord) -> str:
-    fewer = "" if record.full_size is None else f" of {record.full_size}"
-    return _number(record.world_size) + fewer
-
-
-def _ending(record: AttemptRecord, still_open: str) -> str:
-    recovered = f"; {record.in_place} recovered in place" if record.in_place else ""
-    return _how_it_ended(record, still_open) + recovered
-
-
-def _how_it_ended(record: AttemptRecord, still_open: str) -> str:
-    if record.outcome is None:
-        return still_open
-    cause, outcome = printable(record.cause or ""), printable(record.outcome)
-    if len(cause) > _CAUSE_CHARS:
-        cause = cause[: _CAUSE_CHARS - 3].rstrip() + "..."
-    if cause and record.cause_rank is not None and record.cause_rank >= 0:
-        cause = f"rank {record.cause_rank}: {cause}"
-    if outcome == FAILED and cause:
-        return cause
-    return f"{outcome}: {cause}" if cause else outcome
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def print_block(text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.ledger import AttemptRecord, Totals, add_up
+from mindx_elastic.agent.history import AttemptRecord, Totals, add_up
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError

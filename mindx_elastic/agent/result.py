@@ -38,7 +38,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated
 
-from mindx_elastic.agent.ledger import FINISHED, AttemptRecord
+from mindx_elastic.agent.history import FINISHED, AttemptRecord
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, EXIT_USAGE
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import Text, Words, read

@@ -30,9 +30,10 @@ from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import GRACEFUL_CODES, Ending
 from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.history import render
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.last_lines import LastLines, exception_in
-from mindx_elastic.agent.ledger import Ledger, print_block, render
+from mindx_elastic.agent.ledger import Ledger, print_block
 from mindx_elastic.agent.metrics import Metrics
 from mindx_elastic.agent.nodes import HostLostError, Membership
 from mindx_elastic.agent.options import AgentOptions

@@ -28,7 +28,7 @@ from rich.text import Text
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.run_log import AgentRun
+    from mindx_elastic.agent.history import AgentRun
 
 __all__ = [
     "EXIT_BAD",
@@ -147,7 +147,7 @@ def read_log(path: Path, read: Callable[[Path], _T]) -> _T | None:
 
 def find_runs(path: Path) -> list[AgentRun]:
     """The runs of agents in a RUN_DIR, the oldest first; none where there is no log. See `read_log`."""
-    from mindx_elastic.agent.run_log import load_runs
+    from mindx_elastic.agent.history import load_runs
 
     return read_log(path, load_runs) or []
 

@@ -32,7 +32,7 @@ def logs_command(
     mindx-elastic logs
     mindx-elastic logs mindx-run --rank 1
     """
-    from mindx_elastic.agent.run_log import read_last_lines
+    from mindx_elastic.agent.history import read_last_lines
 
     runs = find_runs(path)
     try:

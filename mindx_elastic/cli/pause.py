@@ -25,8 +25,8 @@ from mindx_elastic.core.posix import answered_by
 from mindx_elastic.core.printable import printable
 
 if TYPE_CHECKING:
+    from mindx_elastic.agent.history import AgentRun
     from mindx_elastic.agent.pausing import PauseAnswer, PauseOrder
-    from mindx_elastic.agent.run_log import AgentRun
 
 __all__ = ["pause_command", "resume_command"]
 

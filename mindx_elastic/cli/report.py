@@ -37,19 +37,18 @@ def report_command(
     [bold]Exit code[/bold]
     0  the page was written
     2  wrong usage: no such RUN_DIR, or FILE cannot be written
-    3  nothing has run there
+    3  no agent has run there
 
     \b
     [bold]Examples[/bold]
     mindx-elastic report mindx-run -o report.html
-    mindx-elastic report ckpt                            without the agent: the checkpoint directory
     """
     from mindx_elastic.report.page import make_page
     from mindx_elastic.report.run_history import tell
 
     story = read_log(path, tell)
     if story is None:
-        typer.echo(printable(f"nothing has run in {path}: it has no events of an agent or of a guard"))
+        typer.echo(printable(f"no agent has run in {path}"))
         raise typer.Exit(EXIT_NOTHING)
     data = make_page(story).encode("utf-8", "backslashreplace")
     _write(output, data, story.sources)

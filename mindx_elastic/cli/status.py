@@ -38,8 +38,7 @@ from mindx_elastic.core.status_page import Status, WorkerPhase, read_pages
 from mindx_elastic.core.values import real, text
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger import AttemptRecord, Totals
-    from mindx_elastic.agent.run_log import AgentRun
+    from mindx_elastic.agent.history import AgentRun, AttemptRecord, Totals
 
 __all__ = ["status_command"]
 
@@ -89,7 +88,7 @@ def status_command(
 
 def _report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
     """The JSON document; what is printed comes from it, so that the two cannot disagree."""
-    from mindx_elastic.agent.ledger import add_up
+    from mindx_elastic.agent.history import add_up
     from mindx_elastic.agent.result import read_result
     from mindx_elastic.report.run_history import remarks_of_run
 
@@ -233,7 +232,7 @@ def _newest(directory: Path, run_id: str) -> dict[str, Any] | None:
 
 
 def _print(console: Console, report: dict[str, Any], runs: Sequence[AgentRun]) -> None:
-    from mindx_elastic.agent.ledger import render
+    from mindx_elastic.agent.history import render
 
     if not runs:
         say(console, f"no agent has run in {report['run_dir']}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, add_up, totals_line
+from mindx_elastic.agent.history import FAILED, FINISHED, AttemptRecord, add_up, totals_line
 from mindx_elastic.core.printable import printable
 from mindx_elastic.report.run_history import Bar, Mark, RunHistory, remarks_of_run
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.ledger import FINISHED, STOPPED, AttemptRecord
-from mindx_elastic.agent.run_log import NOTABLE, AgentRun, read_last_lines, runs_of, runs_of_ranks
+from mindx_elastic.agent.history import FINISHED, NOTABLE, STOPPED, AgentRun, AttemptRecord, read_last_lines, runs_of
 from mindx_elastic.core.events import EVENTS_FILE, read_events
 from mindx_elastic.core.values import real, text, whole
 from mindx_elastic.rejoin.record import IN_PLACE
@@ -84,14 +83,9 @@ class RunHistory:
 
 
 def tell(log: Path) -> RunHistory | None:
-    """The newest agent's run in the log of a RUN_DIR, or else the newest run in the log of a checkpoint directory;
-    None: nothing has run there. Raises OSError.
-    """
+    """The newest agent's run in the log of a RUN_DIR; None: no agent has run there. Raises OSError."""
     lines, torn = _read(log)
     runs = runs_of(lines)
-    if not runs:
-        runs, ends = runs_of_ranks(lines)
-        lines += ends
     if not runs:
         return None
     run = runs[-1]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from mindx_elastic.agent.history import read_last_lines
 from mindx_elastic.agent.last_lines import LastLines, exception_in
-from mindx_elastic.agent.run_log import read_last_lines
 from tests.harness import job_status, run_command, start_agent, wait_until
 
 TRACEBACK = "Traceback (most recent call last):\n"

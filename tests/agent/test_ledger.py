@@ -15,19 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.ledger import (
+from mindx_elastic.agent.history import (
     FAILED,
     FINISHED,
     STOPPED,
     AttemptRecord,
-    Ledger,
     add_up,
     as_attempt_event,
-    print_block,
+    load_runs,
     render,
     totals_line,
 )
-from mindx_elastic.agent.run_log import load_runs
+from mindx_elastic.agent.ledger import Ledger, print_block
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.record import RecoveryRecord

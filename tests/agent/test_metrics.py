@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import AttemptRecord
+from mindx_elastic.agent.history import AttemptRecord
 from mindx_elastic.agent.metrics import METRICS, Metrics, MetricsServer
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError

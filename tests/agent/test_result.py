@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.agent.history import AttemptRecord
 from mindx_elastic.agent.launcher import launch
-from mindx_elastic.agent.ledger import AttemptRecord
 from mindx_elastic.agent.result import (
     FRUITLESS_MOST,
     RESULT_FILE,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.ledger import STOPPED, AttemptRecord, as_attempt_event
+from mindx_elastic.agent.history import STOPPED, AttemptRecord, as_attempt_event
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.run_history import tell

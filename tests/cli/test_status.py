@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger, as_attempt_event
+from mindx_elastic.agent.history import FAILED, FINISHED, AttemptRecord, as_attempt_event
+from mindx_elastic.agent.ledger import Ledger
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.memory.arena import SlotRecord, SlotState

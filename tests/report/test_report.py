@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, AttemptRecord
-from mindx_elastic.agent.run_log import last_lines_path
+from mindx_elastic.agent.history import FAILED, FINISHED, NEW_NODE, AttemptRecord, last_lines_path
 from mindx_elastic.report.page import make_page
 from mindx_elastic.report.run_history import shares_of, tell
 from tests.cli.conftest import Run
@@ -175,29 +174,6 @@ def test_a_crash_loop_of_thousands_of_attempts_makes_a_small_page(tmp_path: Path
     story = tell(log)
     assert story is not None and len(story.run.records) == 20_000
     assert len(make_page(story)) < 2_000_000
-
-
-def test_a_run_without_an_agent(tmp_path: Path) -> None:
-    """The log of the checkpoint directory of a plain program: stopped, resumed, then failed."""
-    log = Log(tmp_path / "events.jsonl")
-    of_run: dict[str, Any] = {"run_id": "r", "rank": 0}
-    log.emit("start", step=0, outcome="fresh", attempt=0, **of_run)
-    log.now += 5
-    log.emit("save", step=5, outcome="saved", kind="breakpoint", attempt=0, **of_run)
-    log.emit("exit", step=5, outcome="143", reason="SIGTERM", attempt=0, **of_run)
-    log.now += 10
-    log.emit("resume", step=5, outcome="resumed", path=str(tmp_path / "x.safetensors"), attempt=1, **of_run)
-    log.now += 5
-    log.emit("exit", step=9, outcome="raised", reason="ValueError: boom", attempt=1, **of_run)
-    story = tell(log.write())
-    assert story is not None and story.run.outcome == "failed"
-    assert [(bar.attempt, bar.how, bar.is_bad, bar.end - bar.start) for bar in story.bars] == [
-        (0, "143: SIGTERM", False, 5),
-        (1, "failed: ValueError: boom", True, 5),
-    ]
-    assert [(mark.kind, mark.step) for mark in story.marks] == [("save", 5), ("fault", 9)]
-    assert [record.resumed_step for record in story.run.records] == [-1, 5]
-    assert "no agent" in make_page(story)
 
 
 def test_the_command(run: Run, tmp_path: Path) -> None:
