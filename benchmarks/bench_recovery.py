@@ -14,7 +14,7 @@ step and script for all:
 Every rank writes a line with the monotonic clock after each step. The last rank is killed in the middle between two
 periodic checkpoints, some seconds after the start (`--warm`), and the clock is read right before. `all again` is the
 moment at which the last rank has written the line of the first step that the new process does. Steps lost are those
-that some living rank had done. `stage ...`: in place, what the agent itself has noted since it had noticed the death.
+that some living rank had done.
 --mebibytes: a frozen parameter of that size besides.
 """
 
@@ -40,8 +40,6 @@ import harness
 METHODS = ("spare", "zygote", "restart", "torchrun")
 FASTER = {"spare": 25.0, "zygote": 12.0, "restart": 1.0}
 """Targets: how many times faster than torchrun."""
-STAGES = ("heard", "agreed", "connected", "state", "ready", "first_step")
-"""Of those that the agent notes, what every recovery in place goes through."""
 ROOT = Path(__file__).parent.parent
 _ON_ITS_WAY_S = 0.04  # no recovery is as fast
 
@@ -52,12 +50,9 @@ class Recovery:
 
     seconds: float
     steps_lost: int
-    stages: dict[str, float]
-    """In place: what the agent itself has noted, seconds since it had noticed the death."""
 
     def figures(self) -> dict[str, float]:
-        stages = {f"stage {name}": self.stages[name] for name in STAGES if name in self.stages}
-        return {harness.SECONDS: self.seconds, "steps lost": self.steps_lost, **stages}
+        return {harness.SECONDS: self.seconds, "steps lost": self.steps_lost}
 
 
 def main() -> int:
@@ -168,12 +163,10 @@ def kill_one(method: str, ranks: int, args: argparse.Namespace) -> Recovery:
     """One job with one kill."""
     with job(method, ranks, args) as (process, folder):
         seconds, lost = follow(process, ranks, args)
-        stages = wait_for_stages(method, folder / "run" / "events.jsonl")
         end(process)
-        stages = stages or noted_stages(folder / "run" / "events.jsonl")
-        if method in ("spare", "zygote") and not stages:
+        if method in ("spare", "zygote") and not was_in_place(folder / "run" / "events.jsonl"):
             raise RuntimeError(f"{method}: the agent has noted no recovery in place")
-        return Recovery(seconds, lost, stages)
+        return Recovery(seconds, lost)
 
 
 @contextmanager
@@ -258,21 +251,9 @@ def lines(process: subprocess.Popen[bytes]) -> Iterator[tuple[int, int, int, flo
             yield int(words[1]), int(words[2]), int(words[3]), float(words[4])
 
 
-def wait_for_stages(method: str, path: Path) -> dict[str, float]:
-    """The agent notes them a moment after the first step."""
-    end = time.monotonic() + (2.0 if method in ("spare", "zygote") else 0.0)
-    while not (found := noted_stages(path)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
-
-
-def noted_stages(path: Path) -> dict[str, float]:
-    """What the agent has written about a recovery in place."""
-    if not path.exists():
-        return {}
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    found = [event["stages"] for event in events if event.get("event") == "rejoin" and event.get("stages")]
-    return dict(found[0]) if found else {}
+def was_in_place(path: Path) -> bool:
+    events = map(json.loads, path.read_text().splitlines())
+    return any(event.get("event") == "rejoin" and event.get("outcome") == "in place" for event in events)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -26,7 +26,6 @@ from mindx_elastic.rejoin.record import (
     STOPPED,
     RecoveryRecord,
     Replacement,
-    stages_of,
 )
 from mindx_elastic.rejoin.spare import UNFIT
 
@@ -148,7 +147,6 @@ class Recovery:
                 cause=cause,
                 reason=reason,
                 ranks=tuple(ranks),
-                stages={"detect": round(stuck_s, 4)},
                 duration_s=stuck_s,
             )
         )
@@ -240,15 +238,15 @@ class Recovery:
         trains = [status for status in statuses.values() if status.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)]
         if any(status.generation != self._machine.generation or status.step <= verdict.step for status in trains):
             return False
-        self._tell(trains=True)
+        self._tell()
         return True
 
-    def _tell(self, *, trains: bool = False) -> None:
-        """Of the success, once. `trains`: all ranks have passed a boundary since."""
+    def _tell(self) -> None:
+        """Of the success, once."""
         now, verdict = self._now, self._machine.verdict
         if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
             return
-        record = self._record(now, IN_PLACE, trains=trains)
+        record = self._record(now, IN_PLACE)
         self._note(record)
         logger.info(
             "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
@@ -263,18 +261,17 @@ class Recovery:
         if self._now is not None and not self._now.told:
             self._note(self._record(self._now, outcome))
 
-    def _record(self, now: _Generation, outcome: str, *, trains: bool = False) -> RecoveryRecord:
+    def _record(self, now: _Generation, outcome: str) -> RecoveryRecord:
         """Of this recovery, which is told of once."""
         now.told = True
         machine, verdict = self._machine, self._machine.verdict
-        began, stages = stages_of(list(now.ready.values()), now.began, now.noticed)
-        took = time.time() - began
+        heard = [float(note["heard"]) for note in now.ready.values() if "heard" in note]  # a survivor may have earlier
+        took = time.time() - min([now.began, *heard])
         record = RecoveryRecord(
             generation=machine.generation,
             outcome=outcome,
             cause=now.cause,
             stood_in=tuple(now.stood_in[rank] for rank in sorted(now.stood_in)),
-            stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
             duration_s=took,
         )
         if outcome != IN_PLACE or verdict is None:

@@ -59,7 +59,7 @@ def status_command(
     same directory, the newest is shown.
 
     Recoveries in place (run --recover in-place) are listed below the attempts: who died, who stood in, and how long it
-    took (--json: when each stage was reached).
+    took.
 
     \b
     [bold]Exit code[/bold]

@@ -125,7 +125,7 @@ def _tell(text: str) -> None:
     if agent is None:
         return
     try:
-        store = PrefixStore(f"mindx/rejoin/{agent.attempt}", open_connection())
+        store: Any = PrefixStore(f"mindx/rejoin/{agent.attempt}", open_connection())
         scope = f"{agent.attempt}/{settings.generation}"
         Board(store, key=board_key(), scope=scope, writer=ranks.rank).refuse(settings.generation, ranks.rank, text)
     except Exception as error:

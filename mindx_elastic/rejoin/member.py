@@ -194,7 +194,7 @@ class Member:
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
-        self._times: dict[str, float] = {}  # `time.time` at which stages were reached
+        self._heard_at: float | None = None  # of the death: `time.time`
         self._store: Any = None
         self._orders: Mapping[str, Sequence[int]] = {}
 
@@ -255,7 +255,7 @@ class Member:
                 return
             if self._wants_out.is_set():
                 return
-            self._times = {"heard": time.time()}
+            self._heard_at = time.time()
             self._wants_out.set()
         host.open_gate()
         self._cut()
@@ -315,7 +315,6 @@ class Member:
         self._is_out.set()
         host = self._host
         assert host is not None
-        self._times["out"] = time.time()
         generation = self.generation + 1
         try:
             entry = self._agree(self._board(generation), host, generation)
@@ -344,14 +343,12 @@ class Member:
         if board.write(f"{generation}/out/{self.ranks.rank}", host.report().to_json()).get("dead"):
             host.end(f"rank {self.ranks.rank} was taken for dead")  # and a new process has its place
         verdict = self._verdict(board, host, generation)
-        self._times["agreed"] = time.time()
         live: Mapping[str, Any] | None = None
         info: Any = None
         if said := groups.reset_ddp(host.ddp):  # of those that lag as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         # Before the state is copied: the new process opens its guard meanwhile.
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
-        self._times["connected"] = time.time()
         if self.ranks.rank == verdict.donor:
             self._donate(board, host, generation)
         if self.ranks.rank not in verdict.needy:
@@ -365,7 +362,6 @@ class Member:
     def _donate(self, board: Board, host: Host, generation: int) -> None:
         """Put this rank's state into shared memory, and say so."""
         path = host.donate()
-        self._times["donated"] = time.time()
         word = board.write(f"{generation}/state", {"path": str(path)})
         if "path" not in word:
             raise self._refused(word, "it has been given up")
@@ -376,7 +372,6 @@ class Member:
         note = self._wait(board, [state], host)[state]
         if "path" not in note:
             raise self._refused(note, "the donor's state is not there")
-        self._times["state"] = time.time()
         return Path(str(note["path"]))
 
     # --- what is agreed on --------------------------------------------------------------------------------------------
@@ -424,7 +419,6 @@ class Member:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
         `joiner`. Raises RejoinFailed and UnfitSpareError."""
         generation = self.generation
-        self._times = {"built": time.time()}
         board = self._board(generation)
         verdict = self._verdict(board, None, generation)
         if self.ranks.rank not in verdict.dead:
@@ -437,7 +431,6 @@ class Member:
                 raise UnfitSpareError(f"the gradients of {name} arrive in another order than when it was forked")
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
-        self._times["connected"] = time.time()
 
         def where() -> Path:
             try:
@@ -450,8 +443,8 @@ class Member:
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""
-        self._times["ready"] = time.time()
-        self._board(self.generation).write(f"{self.generation}/ready/{self.ranks.rank}", dict(self._times))
+        heard = {} if self._heard_at is None else {"heard": self._heard_at}
+        self._board(self.generation).write(f"{self.generation}/ready/{self.ranks.rank}", heard)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 

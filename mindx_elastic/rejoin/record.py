@@ -1,4 +1,4 @@
-"""What a recovery in place was: who died, who stood in, how long each stage took, and how it ended.
+"""What a recovery in place was: who died, who stood in, how long it took, and how it ended.
 
 Each is one event `rejoin`, written by the agent. `as_event` and `from_event` are its two sides.
 """
@@ -6,7 +6,7 @@ Each is one event `rejoin`, written by the agent. `as_event` and `from_event` ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from mindx_elastic.core.fields import Between, Text, read
@@ -20,14 +20,12 @@ __all__ = [
     "REJOIN",
     "RESTART",
     "SPARE",
-    "STAGES",
     "STOPPED",
     "RecoveryRecord",
     "Replacement",
     "as_event",
     "as_lines",
     "from_event",
-    "stages_of",
 ]
 
 REJOIN = "rejoin"
@@ -37,8 +35,6 @@ IN_PLACE, RESTART, STOPPED, FINISHED = "in place", "restart", "stopped", "finish
 finished its training meanwhile, so that there is a restart only if another one of that node has not."""
 SPARE, FORKED = "spare", "zygote"
 """Values of `Replacement.by`: a warm spare, a fork of the zygote."""
-STAGES = ("detect", "heard", "out", "agreed", "connected", "donated", "state", "ready", "first_step")
-"""Names in `RecoveryRecord.stages`, in the order of events."""
 _OUTCOMES = (IN_PLACE, RESTART, STOPPED, FINISHED)
 _STANDS_IN = {SPARE: "a spare", FORKED: "a fork of the zygote"}
 _MOST_LINES, _LONGEST = 20, 150
@@ -57,7 +53,7 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRecord:
-    """One recovery in place, or one that was tried or refused. Times are seconds since the failure."""
+    """One recovery in place, or one that was tried or refused."""
 
     attempt: int = 0
     generation: int
@@ -78,28 +74,10 @@ class RecoveryRecord:
     """The boundary that all go on from."""
     steps_lost: int | None = None
     """How many steps that every rank had passed are done again."""
-    stages: Mapping[str, float] = field(default_factory=dict)
-    """When the last rank had come so far, by `STAGES`; what is not known is not in it."""
     duration_s: float | None = None
-    """Until every rank had passed a step again, or until it came to nothing, or the next rank died."""
+    """Seconds from the failure until every rank had passed a step again, it came to nothing, or the next rank died."""
     time: float | None = None
     """Unix seconds of the event."""
-
-
-def stages_of(notes: Sequence[Mapping[str, Any]], began: float, noticed: float) -> tuple[float, dict[str, float]]:
-    """When the failure was (`time.time`), and the stages up to `ready`, from what the ranks have noted.
-
-    `began`: the failure as far as the coordinator knows it, `noticed`: when it was noticed. A survivor may have heard
-    of it earlier.
-    """
-    heard = [float(note["heard"]) for note in notes if "heard" in note]
-    began = min([began, *heard])
-    stages = {"detect": noticed - began}
-    for name in STAGES:
-        times = [float(note[name]) for note in notes if name in note]
-        if times:
-            stages[name] = max(times) - began
-    return began, {name: round(max(0.0, seconds), 4) for name, seconds in stages.items()}
 
 
 # --- the event ---

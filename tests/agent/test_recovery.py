@@ -14,7 +14,7 @@ from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Phase, Report
-from mindx_elastic.rejoin.record import FORKED, SPARE, STAGES, RecoveryRecord, Replacement
+from mindx_elastic.rejoin.record import FORKED, SPARE, RecoveryRecord, Replacement
 
 KILLED = "killed by SIGKILL"
 
@@ -156,8 +156,7 @@ def test_what_a_recovery_was(node: Node) -> None:
     assert node.recovery.look() is Phase.AGREED
     node.write("1/state", path="/dev/shm/slot")
     for rank in range(3):
-        times = {name: began + 0.1 * number + 0.01 * rank for number, name in enumerate(STAGES[1:8])}
-        node.write(f"1/ready/{rank}", **{**times, **({"heard": began - 0.5} if rank == 2 else {})})
+        node.write(f"1/ready/{rank}", heard=began - 0.5 * (rank == 2))
     assert node.recovery.look() is Phase.RUN
     assert node.told == [], "it is over with the first step"
     assert not node.recovery.look_at_first_step(node.pages)
@@ -168,10 +167,7 @@ def test_what_a_recovery_was(node: Node) -> None:
     assert (record.generation, record.outcome, record.cause, record.reason) == (1, "in place", KILLED, "")
     assert (record.ranks, record.behind, record.donor, record.step, record.steps_lost) == ((1,), (0,), 2, 8, 0)
     assert record.stood_in == (Replacement(rank=1, pid=201, by=SPARE),)
-    assert list(record.stages) == list(STAGES)
-    assert record.stages["out"] == pytest.approx(0.5 + 0.1 + 0.02, abs=1e-3), "since a survivor heard of it"
-    assert 0.5 <= record.stages["detect"] < 300
-    assert record.duration_s == pytest.approx(record.stages["first_step"], abs=1e-3)
+    assert record.duration_s is not None and record.duration_s >= 0.5, "since a survivor heard of it"
 
 
 def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
@@ -185,11 +181,10 @@ def test_a_stuck_rank_had_failed_before_it_was_killed(node: Node) -> None:
     node.recovery.look()
     node.write("1/state", path="/dev/shm/slot")
     for rank in range(3):
-        node.write(f"1/ready/{rank}", ready=time.time())
+        node.write(f"1/ready/{rank}", heard=time.time())
     assert node.recovery.look() is Phase.RUN
     finish(node, 8)
     (record,) = node.told
-    assert record.stages["detect"] == pytest.approx(40.0, abs=0.01)
     assert record.duration_s is not None and record.duration_s > 40.0
 
 

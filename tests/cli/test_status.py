@@ -72,16 +72,15 @@ def test_recoveries_in_place(run: Run, run_dir: Path) -> None:
     ledger = Ledger(start_agent(run_dir, os.getpid()))
     ledger.start_attempt(0, world_size=2, num_workers=2, node=0, restarts=0)
     stand_in = Replacement(rank=1, pid=4711, by=SPARE)
-    stages = {"detect": 0.001, "out": 0.002, "ready": 0.07, "first_step": 0.12}
     done = RecoveryRecord(
         generation=1, outcome="in place", cause="killed by SIGKILL", ranks=(1,), stood_in=(stand_in,), donor=0, step=3
     )
-    ledger.note_recovery(replace(done, steps_lost=0, stages=stages, duration_s=0.12))
+    ledger.note_recovery(replace(done, steps_lost=0, duration_s=0.12))
     ledger.note_recovery(RecoveryRecord(generation=2, outcome="restart", cause="exit code 1", reason="why", ranks=(0,)))
     document = document_of(run, run_dir)
     first, second = document["recoveries"]
     assert (first["attempt"], first["generation"], first["outcome"], first["ranks"]) == (0, 1, "in place", [1])
-    assert first["stood_in"] == [{"rank": 1, "pid": 4711, "by": "spare"}] and first["stages"] == stages
+    assert first["stood_in"] == [{"rank": 1, "pid": 4711, "by": "spare"}]
     assert (first["donor"], first["step"], first["steps_lost"]) == (0, 3, 0)
     assert (second["outcome"], second["reason"], second["cause"]) == ("restart", "why", "exit code 1")
     totals = {"attempts": 1, "failures": 1, "steps_lost": 0, "unknown_losses": 0, "not_training_s": 0.12, "in_place": 1}

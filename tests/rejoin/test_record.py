@@ -12,14 +12,12 @@ from mindx_elastic.rejoin.record import (
     IN_PLACE,
     RESTART,
     SPARE,
-    STAGES,
     STOPPED,
     RecoveryRecord,
     Replacement,
     as_event,
     as_lines,
     from_event,
-    stages_of,
 )
 
 
@@ -34,7 +32,6 @@ def recovery(**changes: Any) -> RecoveryRecord:
         "donor": 0,
         "step": 12,
         "steps_lost": 0,
-        "stages": {"detect": 0.0012, "heard": 0.001, "out": 0.003, "agreed": 0.004, "ready": 0.08, "first_step": 0.135},
         "duration_s": 0.135,
     }
     return RecoveryRecord(**{**facts, **changes})
@@ -42,20 +39,11 @@ def recovery(**changes: Any) -> RecoveryRecord:
 
 def test_a_line_each() -> None:
     assert as_lines([]) == []
-    failed = recovery(outcome=RESTART, reason="rank 0: \x1b[31mfull" + "x" * 200, step=None, stages={"detect": 0.0})
+    failed = recovery(outcome=RESTART, reason="rank 0: \x1b[31mfull" + "x" * 200, step=None)
     said = as_lines([recovery(), failed, recovery(outcome=STOPPED)])
     assert said[1] == "0.3  rank 1: killed by SIGKILL; a spare stands in; on from step 12; 135 ms"
     assert said[2].startswith(r"0.3  rank 1: killed by SIGKILL; not in place: rank 0: \x1b[31mfull")
     assert len(said[2]) < 210 and said[3].endswith("; stopped meanwhile")
-
-
-def test_the_first_to_hear_dates_the_failure() -> None:
-    notes = [{"heard": 100.2, "out": 100.5}, {"heard": 100.4, "out": 100.6, "donated": 101.0}, {"built": 101.5}]
-    assert stages_of(notes, 100.3, 100.3) == (
-        100.2,
-        {"detect": 0.1, "heard": 0.2, "out": 0.4, "donated": 0.8},
-    )
-    assert stages_of([], 60.0, 100.0) == (60.0, {"detect": 40.0})
 
 
 _number = st.integers(0, 2**40)
@@ -75,7 +63,7 @@ _text = st.text(min_size=1)
         donor=st.none() | st.integers(-1, 2**40),
         step=st.none() | _number,
         steps_lost=st.none() | _number,
-        stages=st.dictionaries(st.sampled_from(STAGES), st.floats(0, 1e9)),
+        duration_s=st.none() | st.floats(0, 1e9),
     )
 )
 def test_whatever_is_recorded_comes_back(record: RecoveryRecord) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.rejoin.record import STAGES
 from tests.harness import Job, events, job_status, start_agent
 from tests.system.conftest import Uninterrupted
 from tests.system.nodes import End, end_of
@@ -154,8 +153,6 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
     check_in_place(job, victims(TWO))
     told = [event for event in events(folder / "run", "rejoin") if event["outcome"] == "in place"]
     assert len(told) == len(TWO)
-    assert set(STAGES) - {"first_step"} <= set(told[0]["stages"]) <= set(STAGES)
-    assert sum("first_step" in each["stages"] for each in told) > len(TWO) // 2
     check_status(folder / "run", job, TWO)
     assert not any((folder / "shm").rglob("*.safetensors")), "shared memory is given back"
 
@@ -181,7 +178,7 @@ def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs, ranks: int) 
     check_in_place(job, victims(orders))
     document = job_status(folder / "run")
     for each in document["recoveries"]:
-        assert each["cause"].startswith("hang: no step for ") and each["stages"]["detect"] >= 3.0
+        assert each["cause"].startswith("hang: no step for ") and each["duration_s"] >= 3.0
     assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
