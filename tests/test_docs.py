@@ -228,7 +228,9 @@ def test_every_event_and_its_fields_are_on_the_page() -> None:
     expanded: dict[str, set[str]] = {
         "attempt_end": attempt | {"pid", "host"},
         "attempt": set(),  # "as above"
-        "agent_end": {field.name for field in fields(Totals)} | {"directories"},
+        "agent_start": {"pid", "host"},
+        "attempt_start": {"pid", "host"},
+        "agent_end": {field.name for field in fields(Totals)} | {"directories", "pid", "host"},
         "rejoin": {*as_event(RecoveryRecord(generation=1, outcome=""))} - common,
         "mirror": {"path", "partner"},
     }
