@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_GRACE_S",
     "MIN_GRACE_S",
     "AgentInfo",
+    "ClusterSettings",
     "FaultPaths",
     "KeySettings",
     "MemorySettings",
@@ -272,6 +273,58 @@ class RejoinSettings(_FromEnv):
     """Name of the job that no other one has, the same on all nodes and after restarts; empty: it has none."""
     nccl: bool = _switch("MINDX_REJOIN_NCCL", "0", "1")
     """Recover process groups of NCCL in place, too; run with ranks on one GPU only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(_FromEnv):
+    """What a process of a dynamic cluster is told from outside, see `cluster`."""
+
+    role: str = _one_of("MS_ROLE", "", "MS_SCHED", "MS_WORKER")
+    size: int = _number("MS_WORKER_NUM", 0, low=1, high=100_000)
+    """Number of workers, the same for all processes."""
+    host: str = _word("MS_SCHED_HOST")
+    """Where the scheduler listens, and all workers reach it."""
+    port: int = _number("MS_SCHED_PORT", 0, low=1, high=65535)
+    node_id: str = _word("MS_NODE_ID")
+    """Empty: the scheduler gives a name. A number below `size` is the rank."""
+    recovery: bool = _switch("MS_ENABLE_RECOVERY", "0", "1")
+    """Wait for a process that takes a dead one's place."""
+    recovery_path: Path | None = _path("MS_RECOVERY_PATH")
+    """Folder of the scheduler's table."""
+    heartbeat_s: float = _from(
+        5.0,
+        lambda env: _read_number(
+            env, "MINDX_HEARTBEAT_S" if _text(env, "MINDX_HEARTBEAT_S") else "MS_NODE_TIMEOUT", 5.0, low=0.5, high=3600
+        ),
+    )
+    """A process that is not heard for so long is dead."""
+    formation_s: float = _number("MS_TOPO_TIMEOUT", 600.0, low=1, high=7 * 86400)
+    """How long all workers may take to be there, at the start and after a death."""
+    device: int | None = _from(
+        None,
+        lambda env: int(_read_number(env, "DEVICE_ID", 0, low=0, high=1 << 16)) if _text(env, "DEVICE_ID") else None,
+    )
+    """The device of this process; None: by its order on the machine."""
+
+    @property
+    def is_scheduler(self) -> bool:
+        return self.role == "MS_SCHED"
+
+    @classmethod
+    def find(cls, env: Mapping[str, str] | None = None) -> Self | None:
+        """None: this process is in no dynamic cluster. Raises UsageError, which names all variables that are missing,
+        or a wrong one."""
+        env = os.environ if env is None else env
+        if not _text(env, "MS_ROLE") and _text(env, "MS_WORKER_NUM") in ("", "1"):
+            return None
+        found = cls.from_env(env)
+        needed = {"MS_ROLE": found.role, "MS_WORKER_NUM": found.size}
+        needed |= {"MS_SCHED_HOST": found.host, "MS_SCHED_PORT": found.port}
+        if found.is_scheduler and found.recovery:
+            needed["MS_RECOVERY_PATH"] = str(found.recovery_path or "")
+        if missing := [name for name, value in needed.items() if not value]:
+            raise UsageError(f"the dynamic cluster cannot be formed: set {', '.join(missing)}, as docs/porting.md says")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

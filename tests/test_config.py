@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindx_elastic.config import RankInfo, Settings, TftSettings, parse_rehearse
+from mindx_elastic.config import ClusterSettings, RankInfo, Settings, TftSettings, parse_rehearse
 from mindx_elastic.errors import UsageError
 
 
@@ -88,3 +89,31 @@ def test_another_grace_period() -> None:
 def test_the_switch_of_tft(text: str, enabled: set[str]) -> None:
     settings = TftSettings.from_env({"MS_ENABLE_TFT": text, "MINDIO_FOR_MINDSPORE": "1"})
     assert settings.enabled == enabled and settings.ttp == ("TTP" in enabled) and settings.for_mindspore
+
+
+CLUSTER = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "h", "MS_SCHED_PORT": "8118"}
+
+
+def test_a_dynamic_cluster() -> None:
+    more = {"MS_NODE_ID": "w-1", "MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "r", "MS_NODE_TIMEOUT": "30"}
+    found = ClusterSettings.find({"MS_ROLE": "MS_WORKER", **CLUSTER, **more, "MS_TOPO_TIMEOUT": "60", "DEVICE_ID": "3"})
+    assert found is not None
+    assert (found.node_id, found.recovery, found.recovery_path, found.device) == ("w-1", True, Path("r"), 3)
+    assert (found.heartbeat_s, found.formation_s) == (30, 60)
+    assert ClusterSettings.from_env({**more, "MINDX_HEARTBEAT_S": "2"}).heartbeat_s == 2
+    assert ClusterSettings.find({}) is None and ClusterSettings.find({"MS_WORKER_NUM": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"MS_SCHED_HOST": "", "MS_SCHED_PORT": ""}, "set MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT"),
+        ({"MS_ROLE": "MS_PSERVER"}, "MS_ROLE='MS_PSERVER': give MS_SCHED, MS_WORKER"),
+        ({"MS_WORKER_NUM": "0"}, "MS_WORKER_NUM=0 is outside"),
+        ({"MS_ROLE": "MS_SCHED", "MS_ENABLE_RECOVERY": "1"}, "set MS_RECOVERY_PATH"),
+        *(({name: "x"}, name) for name in ("MS_SCHED_PORT", "MINDX_HEARTBEAT_S", "MS_TOPO_TIMEOUT", "DEVICE_ID")),
+    ],
+)
+def test_a_dynamic_cluster_that_cannot_be_formed(wrong: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        ClusterSettings.find({**CLUSTER, **wrong})

@@ -25,7 +25,7 @@ from typing import Any
 
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
+from mindx_elastic.core.status_page import Status, WorkerPhase, read_pages
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL, PAUSE, PAUSE_FILE
 
 __all__ = ["PauseAnswer", "PauseOrder", "who_waits", "why_gone_on"]
@@ -112,8 +112,7 @@ class PauseOrder:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _statuses(self) -> dict[int, Status]:
-        pages = {path: read_page(path) for path in self._folder.glob("rank_*.page")}
-        return {int(path.stem.removeprefix("rank_")): page for path, page in pages.items() if page is not None}
+        return read_pages(self._folder)
 
     def _lies_there(self) -> Mapping[str, Any]:
         return read_json_object(self._folder / PAUSE_FILE)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import secrets
 import select
 import socket
@@ -25,10 +26,11 @@ from typing import Any
 from mindx_elastic.agreement.hosting import host_store
 from mindx_elastic.alarm.peers import own_space
 from mindx_elastic.cluster import messages
-from mindx_elastic.cluster.messages import Farewell, Group, News, Over, Register
-from mindx_elastic.cluster.settings import ClusterSettings
+from mindx_elastic.cluster.messages import NODE_ID, Farewell, Group, News, Over, Register
 from mindx_elastic.cluster.wire import Line, WireError
+from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
 __all__ = ["SchedulerConnection", "TableConnection"]
@@ -296,8 +298,14 @@ class SchedulerConnection(TableConnection):
     """One per worker process. Methods from any thread, unless they say otherwise."""
 
     def __init__(self, settings: ClusterSettings, key: bytes | None) -> None:
-        heartbeat_s = settings.limits.heartbeat_s
-        super().__init__(settings.host, settings.port, key, node_id=settings.node_id, heartbeat_s=heartbeat_s)
+        """Raises UsageError for a name that cannot be a worker's."""
+        name = settings.node_id
+        if name == "sched" or (name and not re.fullmatch(NODE_ID, name)):
+            raise UsageError(
+                f"MS_NODE_ID={printable(name, 40)!r}: give each worker its own name, or none; not sched, and up to 128 "
+                "letters, digits and ._:@- that begin with a letter or digit"
+            )
+        super().__init__(settings.host, settings.port, key, node_id=name, heartbeat_s=settings.heartbeat_s)
         self.settings = settings
         self._facts = {"size": settings.size, "recovery": settings.recovery}
         self.broken = ""
@@ -368,8 +376,8 @@ class SchedulerConnection(TableConnection):
         if self._error is not None:
             return False
         waited_s = time.monotonic() - self.began
-        if self.group is None and waited_s > self.settings.limits.formation_s:
-            within = f"within {self.settings.limits.formation_s:g} s (MS_TOPO_TIMEOUT)"
+        if self.group is None and waited_s > self.settings.formation_s:
+            within = f"within {self.settings.formation_s:g} s (MS_TOPO_TIMEOUT)"
             self.give_up(UsageError(f"the scheduler at {self._place} cannot be reached {within}: {why}"))
             return False
         if not self._has_said and self.group is not None:

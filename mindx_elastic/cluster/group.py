@@ -19,9 +19,8 @@ from typing import Any
 
 from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.cluster.messages import Group
-from mindx_elastic.cluster.settings import SCHEDULER, ClusterSettings
 from mindx_elastic.cluster.worker_end import WorkerEnd
-from mindx_elastic.config import KeySettings, RankInfo, RejoinSettings, Settings
+from mindx_elastic.config import ClusterSettings, KeySettings, RankInfo, RejoinSettings, Settings
 from mindx_elastic.core.events import RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import adopt_rank_id, refusal
@@ -36,16 +35,16 @@ def init(backend: str | None = None) -> None:
     is 0 when every worker has finished. In a worker it returns when all workers are there; the variables RANK,
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like are set then, and `Guard` and `Model` work as under torchrun.
 
-    backend: of torch.distributed; None: gloo, and with CUDA also NCCL. Raises UsageError, which names every wrong or
-    missing variable.
+    backend: of torch.distributed; None: gloo, and with CUDA also NCCL. Raises UsageError, which names
+    variables that are missing, or a wrong one.
     """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return
-    settings = ClusterSettings.from_env()
+    settings = ClusterSettings.find()
     if settings is not None:
-        if settings.role == SCHEDULER:
+        if settings.is_scheduler:
             _schedule(settings)
         _join_cluster(settings, backend)
         return

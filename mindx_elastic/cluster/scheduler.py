@@ -24,10 +24,10 @@ from types import FrameType
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import messages
-from mindx_elastic.cluster.settings import ClusterSettings
-from mindx_elastic.cluster.table import Table
+from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.cluster.table_file import TableFile
 from mindx_elastic.cluster.wire import Line, WireError
+from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import answered_by
 from mindx_elastic.errors import SaveError, UsageError
@@ -313,7 +313,8 @@ class Scheduler(TableServer):
 
 def _open_table(settings: ClusterSettings, records: TableFile | None) -> Table:
     """A new one, or a predecessor's. Raises UsageError."""
-    limits, now = settings.limits, time.monotonic()
+    limits = Limits(heartbeat_s=settings.heartbeat_s, formation_s=settings.formation_s)
+    now = time.monotonic()
     content = None if records is None else records.read()
     if content is not None and records is not None:
         try:

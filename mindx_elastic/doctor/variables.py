@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from mindx_elastic import config
-from mindx_elastic.cluster.settings import WORKER, ClusterSettings
 from mindx_elastic.core.printable import printable
 from mindx_elastic.doctor.saving import Finding, Level
-from mindx_elastic.errors import UsageError
 
 __all__ = ["judge_variables", "known_names"]
 
@@ -41,12 +38,11 @@ class _Asked(dict[str, str]):
 def known_names() -> set[str]:
     """The names of all variables that the package reads."""
     found = set(_OTHER_NAMES)
-    readers = [cls.from_env for cls in vars(config).values() if hasattr(cls, "from_env")]
-    for read in (*readers, ClusterSettings.from_env):
-        asked = _Asked({"MS_ROLE": WORKER} if read == ClusterSettings.from_env else {})
-        with suppress(UsageError):  # some are needed where others are set; it has asked for all by then
-            read(asked)
-        found |= asked.names
+    for settings in vars(config).values():
+        if hasattr(settings, "from_env"):
+            asked = _Asked({})
+            settings.from_env(asked)
+            found |= asked.names
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mindx_elastic.agent.pausing import PauseAnswer, PauseOrder, who_waits, why_gone_on
 from mindx_elastic.core.posix import read_json_object
-from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path, read_page
+from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path, read_pages
 from mindx_elastic.memory.agent_folder import PAUSE, PAUSE_FILE, RESUME
 
 
@@ -29,8 +29,7 @@ class Node:
         return str(read_json_object(self.folder / PAUSE_FILE)["kind"])
 
     def statuses(self) -> dict[int, Status]:
-        found = {rank: read_page(page_path(self.folder, rank)) for rank in range(2)}
-        return {rank: page for rank, page in found.items() if page is not None}
+        return read_pages(self.folder)
 
     def hear(self, order: int, ranks: tuple[int, ...] = (0, 1), reason: str = "", **fields: Any) -> None:
         number = read_json_object(self.folder / PAUSE_FILE)["seq"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,21 @@ def test_one_step_only(run: Run, ddp: Path) -> None:
     assert document(run, ddp)["run_id"] == "run-a"
 
 
-def test_faults(run: Run, ddp: Path) -> None:
-    found = document(run, ddp, "--fault-ranks", "0,2")
-    assert found["faults"] == [0, 2] and [each["donor"] for each in found["ranks"]] == [1, None, 3, None]
-    assert found["restore_ranks_map"] == {"0,1,2,3": 1}
-    assert "faults    ranks 0, 2 (--fault-ranks)" in run("plan", ddp, "--fault-ranks", "0,2").stdout
+@pytest.mark.parametrize(
+    ("options", "found", "said"),
+    [
+        (
+            ["--fault-ranks", "0,2"],
+            {"faults": [0, 2], "restore_ranks_map": {"0,1,2,3": 1}},
+            "faults    ranks 0, 2 (--fault-ranks)",
+        ),
+        (["--fault-ranks", "0-3"], {"step": 10, "restore_ranks": "-1"}, "lost      7 steps"),
+        (["--world-size", "2"], {"resharded": True, "checked_files": 2}, "world     4 ranks become 2 ranks"),
+    ],
+)
+def test_other_ranks(run: Run, ddp: Path, options: list[str], found: dict[str, Any], said: str) -> None:
+    planned = document(run, ddp, *options)
+    assert {name: planned[name] for name in found} == found and said in run("plan", ddp, *options).stdout
 
 
 def test_a_report_of_the_platform(run: Run, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +130,6 @@ def test_a_report_of_the_platform(run: Run, ddp: Path, tmp_path: Path, monkeypat
     found = document(run, ddp)
     assert found["faults"] == [1] and str(folder) in found["faults_from"]
     assert document(run, ddp, "--faults", "none")["faults"] == []
-
-
-def test_fewer_ranks(run: Run, ddp: Path) -> None:
-    result = run("plan", ddp, "--world-size", 2)
-    assert result.exit_code == 0 and "world     4 ranks become 2 ranks" in result.stdout
-    found = document(run, ddp, "--world-size", 2)
-    assert found["resharded"] and found["restore_ranks_map"] == {"0,1": 0} and found["checked_files"] == 2
-
-
-def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
-    found = document(run, ddp, "--fault-ranks", "0-3")
-    assert (found["step"], found["restore_ranks"]) == (10, "-1")
-    result = run("plan", ddp, "--fault-ranks", "0-3", "--step", 17)
-    assert result.exit_code == 1 and "--faults none" in result.stdout
 
 
 # --- what is written ---
@@ -160,24 +157,30 @@ def test_files_for_scripts(run: Run, ddp: Path, tmp_path: Path) -> None:
 # --- nothing, or nothing that can be used ---
 
 
-def test_what_is_in_quarantine_is_no_fresh_start(run: Run, tmp_path: Path) -> None:
-    path = write(tmp_path / "ckpt" / "a-1_1.safetensors")
-    quarantine(path, "damaged", tmp_path / "ckpt")
+def all_damaged(folder: Path) -> None:
+    flip_bit_in_data(write(folder / "a-1_1.safetensors"))
+
+
+def in_quarantine(folder: Path) -> None:
+    quarantine(write(folder / "a-1_1.safetensors"), "damaged", folder)
+
+
+def of_an_evaluation(folder: Path) -> None:
+    write(folder / "a_eval.safetensors", kind="eval", resumable=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (all_damaged, "does not match its digest"),
+        (in_quarantine, "quarantine: 1 file that could not be used"),
+        (of_an_evaluation, "is not meant for resuming (eval)"),
+    ],
+)
+def test_what_is_no_fresh_start(run: Run, tmp_path: Path, make: Callable[[Path], None], said: str) -> None:
+    make(tmp_path / "ckpt")
     result = run("plan", tmp_path / "ckpt")
-    assert result.exit_code == 1 and "quarantine: 1 file that could not be used" in result.stdout
-
-
-def test_files_whose_digests_are_all_wrong_are_no_fresh_start(run: Run, ddp: Path) -> None:
-    for path in ddp.rglob("*.safetensors"):
-        flip_bit_in_data(path)
-    result = run("plan", ddp)
-    assert result.exit_code == 1 and "does not match its digest" in result.stdout
-
-
-def test_only_what_is_not_meant_for_resuming(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "ckpt" / "a_eval.safetensors", kind="eval", resumable=False)
-    result = run("plan", tmp_path / "ckpt")
-    assert result.exit_code == 1 and "is not meant for resuming (eval)" in result.stdout
+    assert result.exit_code == 1 and said in result.stdout
 
 
 # --- bad input ---

@@ -197,25 +197,15 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
     assert again.say()["changed"] == []
 
 
-def _numbers() -> Iterator[int]:
-    while True:
-        yield from [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: itertools.cycle(range(7)),
-        lambda: iter([1, 2, 3, 4]),
         lambda: zip(itertools.count(), iter(range(9)), strict=False),
-        lambda: map(str, [1, 2, 3]),
         lambda: itertools.islice(itertools.chain([1, 2], [3, 4]), 3),
-        lambda: itertools.count(5),
-        lambda: itertools.repeat("x", 5),
         lambda: (number for number in range(5)),
-        _numbers,
     ],
-    ids=["cycle", "list", "zip", "map", "islice", "count", "repeat", "expression", "generator"],
+    ids=["cycle", "zip", "islice", "generator"],
 )
 @apart
 def test_an_iterator_that_goes_on_in_survivors_is_named(
@@ -238,7 +228,7 @@ def test_an_iterator_that_goes_on_in_survivors_is_named(
     with caplog.at_level(logging.WARNING):
         old.hear(Answer([[name], []], None, list))
     assert "make it in that function, and advance it to guard.step" in caplog.text
-    assert next(unused) != next(make()) or isinstance(unused, itertools.repeat)
+    assert next(unused) != next(make())
 
 
 @apart

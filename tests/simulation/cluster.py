@@ -43,9 +43,8 @@ from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.cluster.connection import SchedulerConnection
 from mindx_elastic.cluster.messages import Group
 from mindx_elastic.cluster.scheduler import Scheduler
-from mindx_elastic.cluster.settings import SCHEDULER, WORKER, ClusterSettings
-from mindx_elastic.cluster.table import Limits
 from mindx_elastic.cluster.worker_end import WorkerEnd
+from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
@@ -262,7 +261,7 @@ class _Worker(Process):
         """As a program that calls `cluster.init`, trains and ends."""
         job = self.job
         job.event("connect")
-        connection = SchedulerConnection(job.settings(WORKER, self.env.get("MS_NODE_ID", "")), job.plan.key)
+        connection = SchedulerConnection(job.settings("MS_WORKER", self.env.get("MS_NODE_ID", "")), job.plan.key)
         end = WorkerEnd(connection, self.env)
         code = 0
         try:
@@ -464,7 +463,8 @@ class _Job:
             node_id=node_id,
             recovery=plan.recovery,
             recovery_path=Path("recovery"),
-            limits=Limits(heartbeat_s=plan.heartbeat_s, formation_s=_FORMATION_S),
+            heartbeat_s=plan.heartbeat_s,
+            formation_s=_FORMATION_S,
         )
 
     def meet(self, name: tuple[str, int], group: Group) -> _Meeting:
@@ -505,7 +505,7 @@ class _Job:
 
     def _schedule(self) -> int:
         try:
-            scheduler = Scheduler(self.settings(SCHEDULER, "sched"), self.plan.key)
+            scheduler = Scheduler(self.settings("MS_SCHED", "sched"), self.plan.key)
         except UsageError as error:
             self.world.note(f"scheduler: {error}")
             return 1

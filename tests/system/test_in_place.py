@@ -183,15 +183,6 @@ def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs, ranks: int) 
 
 
 @drill
-@pytest.mark.parametrize("order", ["1:1:update", "0:1:backward"])
-def test_in_its_first_step_which_the_other_rank_can_end(runs: Runs, order: str) -> None:
-    """The dead rank's forecast is the first one: that of the other rank has come true, so this one counts, too."""
-    job, _ = runs.run(2, *faults(order))
-    assert job.matches(IN_PLACE) or len(job.matches(RESTART)) == 1, job.report()
-    assert not job.matches(r"READY \d \d+ 0$"), job.report()
-
-
-@drill
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("orders", "dead"),
@@ -209,14 +200,6 @@ def test_while_a_save_is_written_beside_the_training(
     job, folder = runs.run(ranks, *words, *faults(*orders))
     check_in_place(job, [rank % ranks for rank in dead])
     assert len(list((folder / "ckpt").rglob("every-*.safetensors"))) == 2 * ranks
-
-
-@drill
-def test_what_a_rank_killed_at_an_epochs_end_has_lost_is_told_once(runs: Runs) -> None:
-    """Its loop variables; a later recovery in place has nothing to add."""
-    job, _ = runs.run(2, *faults("1:12:backward", "1:15:start"))
-    assert len(job.matches(IN_PLACE)) == 2, job.report()
-    assert len(job.matches("the code after the epoch may read it")) == 1, job.report()
 
 
 @drill
@@ -422,15 +405,6 @@ def test_a_job_that_cannot_go_on_in_place_says_so_at_its_start_and_is_restarted(
     assert job.matches(f"--recover in-place: .*{words}.* the whole job is restarted"), job.report()
     assert job.matches(RESTART) and not job.matches(IN_PLACE), job.report()
     assert set(job.resumed()) == {"None", "5"}, job.report()
-
-
-@drill
-def test_a_program_that_leaves_after_an_error_is_restarted_and_says_why(runs: Runs) -> None:
-    job, _ = runs.run(2, "--form", "leaves_the_process_after_an_error", *faults(*ORDERS))
-    restarts = len(job.matches(RESTART))
-    # A death that is heard before the program has caught its error takes the survivor out first.
-    assert restarts + len(job.matches(IN_PLACE)) == len(ORDERS), job.report()
-    assert job.matches("^CAUGHT") and restarts and len(job.matches(WHY)) >= restarts, job.report()
 
 
 @drill

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.core.status_page import Status, read_page
+from mindx_elastic.core.status_page import Status, read_pages
 from tests.harness import Job, events, free_port, job_status, run_command, start_command, wait_until
 from tests.system import agents
 from tests.system.agents import RUN, nothing_left
@@ -43,8 +43,7 @@ def paused_at(text: str) -> int:
 def pages(run_dir: Path = RUN) -> list[Status]:
     """What the workers' pages say."""
     folder = Path(events(run_dir, "agent_start")[-1]["agent_dir"])
-    found = [read_page(path) for path in sorted(folder.glob("rank_*.page"))]
-    return [page for page in found if page is not None]
+    return [*read_pages(folder).values()]
 
 
 def wait_for_order(number: int) -> None:
@@ -76,9 +75,6 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int, whole: Whole
     waited = sum(event["duration_s"] for event in events(RUN, "pause_end"))
     assert attempt["paused_s"] == pytest.approx(waited, abs=0.01) and waited > 0
     assert not events(RUN, "hang") and nothing_left()
-
-
-# --- what the commands say --------------------------------------------------------------------------------------------
 
 
 # --- where a pause comes ----------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""Files of cgroups as kernels write them."""
+"""The disk is measured as saves write to it; files of cgroups as kernels write them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mindx_elastic.doctor.places import available_memory, file_system, memory_of_container
+import pytest
+
+from mindx_elastic.doctor.places import available_memory, file_system, measure, memory_of_container
 
 
 def write(path: Path, text: str) -> None:
@@ -30,3 +32,10 @@ def test_the_tightest_cgroup_counts(tmp_path: Path) -> None:
 
 def test_the_file_system_of_a_path() -> None:
     assert file_system(Path("/proc/self")) == "proc"
+
+
+@pytest.mark.parametrize("page_cache", [False, True])
+def test_it_is_written_and_nothing_is_left(tmp_path: Path, page_cache: bool) -> None:
+    found = measure(tmp_path, 0.02, page_cache=page_cache)
+    assert found.measured_bytes > 0 and found.bytes_per_s > 0 and not list(tmp_path.iterdir())
+    assert found.way == "the page cache" or not page_cache
