@@ -6,12 +6,17 @@ and only then told. The members' own traffic does not pass here: the ranks' coll
 and the store of their process group is hosted by one of them. So a scheduler that is killed costs the training nothing;
 one that is started again reads its table, and the workers connect to it by themselves.
 
+The table is one small JSON file in the folder that MS_RECOVERY_PATH names, replaced whole (`TableFile`). A scheduler
+locks ``scheduler.lock`` next to it while it runs, so that two on one disk cannot serve one job. A file of another user
+does not count (`core.owners`): with it that user could give a rank to a process of his own.
+
 A death is seen when the member's connection has ended and it does not connect again within `Limits.reconnect_s`, else
 when its heartbeat runs out. A stopped process is not dead until then.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import selectors
@@ -20,20 +25,28 @@ import socket
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.table import Limits, Table
-from mindx_elastic.cluster.table_file import TableFile
 from mindx_elastic.cluster.wire import Line, WireError
-from mindx_elastic.config import ClusterSettings
+from mindx_elastic.config import ClusterSettings, RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import open_trusted
 from mindx_elastic.core.posix import answered_by
-from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.errors import MindxError, SaveError, UsageError
+from mindx_elastic.persist.directory_lock import hold_directory
+from mindx_elastic.persist.storage import prepare_owned_directory, remove_stale_temps
+from mindx_elastic.platforms.small_files import write_whole
 
-__all__ = ["Connection", "Scheduler", "TableServer", "is_own_address", "listen"]
+__all__ = ["TABLE_FILE", "Connection", "Scheduler", "TableFile", "TableServer", "is_own_address", "listen"]
 
+TABLE_FILE = "scheduler.json"
+_LOCK_FILE = "scheduler.lock"
+_MAX_BYTES = 64 << 20
 _PASSIVE = socket.AI_PASSIVE
 _TURN_S = 0.2
 _HELLO_S = 5.0  # for a new connection to say what it is
@@ -236,6 +249,54 @@ class TableServer:
             self.close_connection(connection)
         self._selector.close()
         self._listener.close()
+
+
+class TableFile:
+    """Of one scheduler. One thread."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder, and lock it. Raises UsageError where another scheduler runs in it, or it cannot be used."""
+        try:
+            self.folder, self._owners = prepare_owned_directory(folder, allow_shared=False)
+            self._lock = hold_directory(
+                self.folder, RankInfo(), self._owners, grace_s=0.0, file=_LOCK_FILE, other="another scheduler"
+            )
+        except (MindxError, OSError) as error:
+            raise UsageError(f"environment variable MS_RECOVERY_PATH: {error}") from error
+        self.path = self.folder / TABLE_FILE
+        remove_stale_temps(self.folder)
+
+    def read(self) -> dict[str, Any] | None:
+        """The table that was written last; None: there is none. Raises UsageError for a file that does not count."""
+        try:
+            with open(open_trusted(self.path, self._owners), "rb") as file:
+                data = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except (MindxError, OSError) as error:
+            raise UsageError(f"{self.path}: the scheduler's table cannot be read: {error}") from error
+        try:
+            content = json.loads(data) if len(data) <= _MAX_BYTES else None
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            raise self.damaged("no JSON object")
+        return content
+
+    def damaged(self, why: str) -> UsageError:
+        """The error for a table that makes no sense."""
+        return UsageError(
+            f"{self.path}: not the table of a scheduler ({why}). Move it away to form the cluster again, when the "
+            "workers of the old one have ended (kill -TERM: they save); checkpoints are not touched by that"
+        )
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Replace the table. Raises SaveError."""
+        write_whole(self.path, json.dumps(content, indent=1).encode())
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
 
 class Scheduler(TableServer):

@@ -161,9 +161,6 @@ def test_recoveries_are_part_of_the_account(account: Ledger, tmp_path: Path) -> 
     record.steps_lost, record.first_step_s = 1, 2.0
     line = "3 failures (2 recovered in place), 3 steps lost, 2.8 s not training"
     assert totals_line(add_up(account.records)) == line
-    text = render(account.records, account.recoveries, width=200)
-    assert "rank 1: killed by SIGKILL; 2 recovered in place" in text
-    assert "0.3  rank 1: killed by SIGKILL; not in place: why" in text
     assert (account.close().in_place, account.close().failures) == (2, 3)
     (run,) = load_runs(tmp_path / "events.jsonl")
     assert [replace(each, time=None) for each in run.recoveries] == [

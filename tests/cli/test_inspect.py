@@ -112,17 +112,3 @@ def test_one_file_in_detail(run: Run, tmp_path: Path) -> None:
     flip_bit_in_header(path)
     result = run("inspect", path)
     assert result.exit_code == 1 and "BAD" in result.stdout
-
-
-def test_a_step_of_each_attempt_is_shown(run: Run, tmp_path: Path) -> None:
-    for step in (100, 200):
-        write(tmp_path / f"a-1_{step}.safetensors", step=step, attempt=1)
-    write(tmp_path / "a-1_150.safetensors", step=150, attempt=2)
-    write(tmp_path / "rank_0" / "a-1_160.safetensors", step=160, attempt=2, world_size=2)
-    lines = run("inspect", tmp_path).stdout.splitlines()
-    rows = [row[:2] for row in table_rows("\n".join(lines))]
-    assert rows == [["2", "160"], ["2", "150"], ["1", "200"], ["1", "100"]]
-    assert "step 160 (attempt 2) is not complete: rank 1 of 2 missing" in lines
-    assert lines[-1].startswith("newest complete step: 150 (attempt 2)")
-    document = json.loads(run("inspect", tmp_path, "--json").stdout)
-    assert (document["newest_complete_attempt"], [s["attempt"] for s in document["steps"]]) == (2, [2, 2, 1, 1])

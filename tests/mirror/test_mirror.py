@@ -6,12 +6,15 @@ import json
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.agreement.gather import meet
@@ -22,6 +25,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
+from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.mirror.wire import Endpoint
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write
@@ -230,3 +234,26 @@ def test_partners_and_sources_are_known_when_the_store_is_asked_no_more(start: C
         assert {*mirror.partners, *(other for other in range(4) if rank in job.mirrors[other].partners)} == neighbours
         known = {other for other in set(range(4)) - {rank} if mirror.endpoints[other] is not None}
         assert known == neighbours, "and the store is not asked for the fourth rank"
+
+
+# --- who keeps whose copies ---
+
+
+nodes_and_copies = st.tuples(
+    st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), min_size=1, max_size=16), st.integers(1, 6)
+)
+
+
+@given(nodes_and_copies)
+def test_a_file_lies_on_as_many_nodes_as_asked_for_or_as_there_are(case: tuple[list[str], int]) -> None:
+    nodes, copies = case
+    for rank, partners in enumerate(all_partners(nodes, copies)):
+        holders = {nodes[other] for other in [rank, *partners]}
+        assert len(holders) == len(partners) + 1 == min(copies, len(set(nodes)))
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
+def test_equal_nodes_share_the_work_equally(num_nodes: int, per_node: int, copies: int) -> None:
+    nodes = [str(rank // per_node) for rank in range(num_nodes * per_node)]
+    kept = Counter(partner for partners in all_partners(nodes, copies) for partner in partners)
+    assert {kept[rank] for rank in range(len(nodes))} == {min(copies, num_nodes) - 1}

@@ -15,7 +15,7 @@ import xxhash
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.mirror.server import Server
-from mindx_elastic.mirror.wire import MAX_FILE_BYTES, MAX_MESSAGE_BYTES, Channel, Endpoint, ask, header_digest, rank_of
+from mindx_elastic.mirror.wire import MAX_FILE_BYTES, Channel, Endpoint, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
 from mindx_elastic.persist.writer import copied_file
 from tests.checkpoint_files import write
@@ -197,10 +197,8 @@ def test_a_sender_that_dies_leaves_nothing(server: Server, root: Path, tmp_path:
     "data",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack(">4sI", b"MXE1", MAX_MESSAGE_BYTES + 1),
         struct.pack(">4sI", b"MXE1", 2) + b"[]",
         struct.pack(">4sI", b"MXE1", 12000) + b"[" * 12000,
-        struct.pack(">4sI", b"MXE1", 100) + b"{}",
     ],
 )
 def test_what_is_not_our_protocol_gets_no_answer(server: Server, data: bytes) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.cluster.table_file import TABLE_FILE, TableFile
+from mindx_elastic.cluster.scheduler import TABLE_FILE, TableFile
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist import directory_lock
 
