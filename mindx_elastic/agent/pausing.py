@@ -42,8 +42,6 @@ class PauseAnswer:
     """It is as the command wants it."""
     text: str
     """One line for the user."""
-    step: int | None = None
-    """Where the ranks wait, or have waited."""
 
 
 class PauseOrder:
@@ -68,7 +66,7 @@ class PauseOrder:
             return None
         since_ns = max(status.paused_ns for status in statuses.values())
         seconds = (time.monotonic_ns() - since_ns) / 1e9
-        return PauseAnswer(True, f"paused at step {self._step} already, for {seconds:.0f} s", self._step)
+        return PauseAnswer(True, f"paused at step {self._step} already, for {seconds:.0f} s")
 
     def give(self) -> None:
         """Have the order lie there for the ranks. Raises OSError."""
@@ -123,7 +121,7 @@ class PauseOrder:
     def _look_at_pause(self, statuses: Mapping[int, Status]) -> PauseAnswer | None:
         if who_waits(statuses):
             step = max(status.paused_step for status in statuses.values())
-            return PauseAnswer(True, f"paused at step {step}: every rank waits", step)
+            return PauseAnswer(True, f"paused at step {step}: every rank waits")
         stopping = [rank for rank, status in statuses.items() if status.phase == WorkerPhase.STOPPING]
         finished = [rank for rank, status in statuses.items() if status.finished]
         if finished:
@@ -141,7 +139,7 @@ class PauseOrder:
         if late or _any_pauses(statuses):  # one that has not heard it may just be passing on a pause
             return None
         where = f" from step {self._step}" if self._step >= 0 else ""
-        return PauseAnswer(True, f"training goes on{where}", self._step if self._step >= 0 else None)
+        return PauseAnswer(True, f"training goes on{where}")
 
 
 def who_waits(statuses: Mapping[int, Status]) -> int:

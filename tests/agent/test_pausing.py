@@ -61,7 +61,7 @@ def test_a_pause_is_there_when_every_rank_waits_and_over_when_all_go_on(node: No
     assert pause.look() is None and node.lies_there() == PAUSE
     node.all_wait()
     assert who_waits(node.statuses()) == 1 and why_gone_on(node.statuses()) == ""
-    assert pause.look() == PauseAnswer(True, "paused at step 4: every rank waits", 4)
+    assert pause.look() == PauseAnswer(True, "paused at step 4: every rank waits")
     resume = node.order(RESUME)
     assert resume.answer_at_once() is None
     resume.give()
@@ -69,7 +69,7 @@ def test_a_pause_is_there_when_every_rank_waits_and_over_when_all_go_on(node: No
     again = node.order().answer_at_once()
     assert again is not None and again.good and again.text.startswith("paused at step 4 already, for ")
     node.all_go()
-    assert resume.look() == PauseAnswer(True, "training goes on from step 4", 4)
+    assert resume.look() == PauseAnswer(True, "training goes on from step 4")
     resume.withdraw()
     assert not (node.folder / PAUSE_FILE).exists()
     assert node.order(RESUME).answer_at_once() == PauseAnswer(True, "the run is not paused; nothing to do")
