@@ -36,11 +36,10 @@ from mindx_elastic.agent.history import (
     count_recovery,
     identity,
 )
-from mindx_elastic.agent.pausing import who_waits, why_gone_on
 from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable_block
-from mindx_elastic.core.status_page import Status
+from mindx_elastic.core.status_page import Status, who_waits, why_gone_on
 from mindx_elastic.rejoin.record import RecoveryRecord, as_event
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ class Ledger:
             self._directories[own] = None
 
     def look_at_pause(self, statuses: Mapping[int, Status]) -> None:
-        """Whether the ranks, which live, wait by command (`agent.pausing`)."""
+        """Whether the ranks, which live, wait by command (`core.status_page.who_waits`)."""
         order = who_waits(statuses)
         if order == self._wait_order:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ __all__ = [
     "page_path",
     "read_page",
     "read_pages",
+    "who_waits",
+    "why_gone_on",
 ]
 
 PAGE_BYTES = 8192
@@ -212,3 +215,18 @@ def read_pages(agent_dir: Path) -> dict[int, Status]:
         if rank.isdecimal() and status is not None:
             found[int(rank)] = status
     return found
+
+
+def who_waits(statuses: Mapping[int, Status]) -> int:
+    """The number of the pause in which every rank of the job waits; 0: not every rank does. `statuses`: the pages of
+    this node's ranks."""
+    orders = {
+        status.all_paused for status in statuses.values() if status.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
+    }
+    return orders.pop() if len(orders) == 1 else 0
+
+
+def why_gone_on(statuses: Mapping[int, Status]) -> str:
+    """Why the ranks wait no longer, as they say it; empty: they do not."""
+    gone_on = [status for status in statuses.values() if status.pause_order and not status.pause_order % 2]
+    return "; ".join(sorted({status.pause_reason for status in gone_on} - {"", "mindx-elastic pause"}))

@@ -1,6 +1,6 @@
 """A rank's side of `mindx-elastic pause` and `resume`: waits at the boundary that all ranks have agreed on.
 
-A pause is a stop that ends with a wait. The command gives its order to the watcher (`agent.pausing`), which closes the
+A pause is a stop that ends with a wait. The command gives its order to the watcher (`cli.pause`), which closes the
 step gate and offers the coming boundary in a round as that of a stop. The training thread arrives there, finds no
 alarm, and waits in the gate; a second round says that all ranks do. Nothing is saved or freed. Whatever comes meanwhile
 (a signal, a fault, a dead rank) is a stop like any other: it takes the gate over, and the training thread saves the

@@ -5,7 +5,7 @@
     {base}/mindx-elastic-{uid}/agent-{pid}-{random}/     mode 700
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
-        pause.json                                       the order of a command, see `agent.pausing`
+        pause.json                                       the order of a command, see `cli.pause`
         rank_{r}.page                                    see `status_page`
         job.key                                          of a job of one node, see `agreement.job_key`
 

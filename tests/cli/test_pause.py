@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.pausing import PauseAnswer, PauseOrder, who_waits, why_gone_on
+from mindx_elastic.cli.pause import PauseAnswer, PauseOrder
 from mindx_elastic.core.posix import read_json_object
-from mindx_elastic.core.status_page import Status, StatusPage, WorkerPhase, page_path, read_pages
+from mindx_elastic.core.status_page import (
+    Status,
+    StatusPage,
+    WorkerPhase,
+    page_path,
+    read_pages,
+    who_waits,
+    why_gone_on,
+)
 from mindx_elastic.memory.agent_folder import PAUSE, PAUSE_FILE, RESUME
 
 
