@@ -27,18 +27,9 @@ from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.start.restore import Resumed
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, write
 from tests.harness import start_code
-from tests.start.arenas import RUN, Machine
+from tests.start.arenas import HOLD_ARENA, RUN, Machine
 from tests.start.finding import find_and_read
 from tests.start.shared_store import on_all_ranks
-
-_HOLD = """
-import sys
-from pathlib import Path
-from mindx_elastic.memory.arena import RankArena
-arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 class Job(Machine):
@@ -344,7 +335,7 @@ def test_a_ring_that_cannot_be_copied_keeps_the_memory_and_no_snapshot_from_the_
 @contextmanager
 def in_use(job: Job, rank: int) -> Iterator[None]:
     """Another process holds the rank's arena."""
-    with start_code(_HOLD, job.base, job.directory, rank) as (_, output):
+    with start_code(HOLD_ARENA, job.base, job.directory, rank) as (_, output):
         assert output.readline() == "held\n"
         yield
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
 from mindx_elastic.memory.folders import MAKER_FILE, job_folder, make_own_folder, make_user_folder, user_folder
 from tests.cli.conftest import Run
 from tests.harness import start_code
+from tests.start.arenas import HOLD_ARENA
 
 
 @pytest.fixture
@@ -43,29 +42,6 @@ def make_arena(base: Path, directory: Path, steps: list[tuple[int, int]]) -> Pat
         arena.describe(directory, "run-a")
         arena.close()
     return job_folder(base, directory)
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.memory.arena import RankArena
-arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), 1)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., None]]:
-    """Start a process that holds something until the end of the test."""
-    with ExitStack() as stack:
-
-        def begin(code: str, *words: object) -> None:
-            _, output = stack.enter_context(start_code(code, *words))
-            assert output.readline() == "held\n"
-
-        yield begin
 
 
 def clean(run: Run, *words: str) -> dict[str, Any]:
@@ -146,10 +122,11 @@ def test_snapshots_are_kept_while_a_job_can_go_on_from_them(run: Run, base: Path
     assert directory.exists()
 
 
-def test_an_arena_in_use_is_never_removed(run: Run, base: Path, tmp_path: Path, start: Callable[..., None]) -> None:
+def test_an_arena_in_use_is_never_removed(run: Run, base: Path, tmp_path: Path) -> None:
     folder = make_arena(base, tmp_path / "gone", [(3, 4), (3, 4)])
-    start(HOLDER, base, tmp_path / "gone")
-    (entry,) = clean(run, "--all", "--yes")["found"]
+    with start_code(HOLD_ARENA, base, tmp_path / "gone", 1) as (_, output):
+        assert output.readline() == "held\n"
+        (entry,) = clean(run, "--all", "--yes")["found"]
     assert (entry["action"], entry["why"]) == ("in use", "a job runs") and (folder / "rank_0" / "commit").exists()
 
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.test_prove_command import MAIN, environment
+from tests.cli.test_prove_command import environment, run
 from tests.harness import JOBS, run_command
-from tests.watchdog import finish
-
-
-def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return finish([sys.executable, "-m", MAIN, "drill", *map(str, words)], cwd=cwd, env=environment(**env))
 
 
 def drill(
@@ -27,7 +20,7 @@ def drill(
     memory = cwd / "memory"
     memory.mkdir()
     end = ("--", *script, cwd / "ckpt")
-    result = run("--json", *words, *end, cwd=cwd, MINDX_ARENA_DIR=str(memory))
+    result = run("--json", *words, *end, cwd=cwd, command="drill", MINDX_ARENA_DIR=str(memory))
     assert result.returncode == code, result.stdout + result.stderr
     assert not list(memory.iterdir()) and not (cwd / "ckpt").exists()
     found: list[dict[str, Any]] = json.loads(result.stdout)["faults"]

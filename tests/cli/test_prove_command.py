@@ -29,8 +29,8 @@ def environment(**more: str) -> dict[str, str]:
     return env | more
 
 
-def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return finish([sys.executable, "-m", MAIN, "prove", *map(str, words)], cwd=cwd, env=environment(**env), fresh=False)
+def run(*words: object, cwd: Path, command: str = "prove", **env: str) -> subprocess.CompletedProcess[str]:
+    return finish([sys.executable, "-m", MAIN, command, *map(str, words)], cwd=cwd, env=environment(**env), fresh=False)
 
 
 @pytest.fixture

@@ -15,6 +15,15 @@ from mindx_elastic.persist.packer import StatePacker
 from tests.checkpoint_files import STATE, info_of
 
 RUN = "run-a"
+HOLD_ARENA = """
+import sys
+from pathlib import Path
+from mindx_elastic.memory.arena import RankArena
+arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+"""A program that holds a rank's arena: base, checkpoint directory, rank."""
 
 
 class Machine:
