@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,9 +10,16 @@ import torch
 
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["GENERATORS", "Stateful", "check_kind", "generator_adapter", "with_state"]
+__all__ = ["GENERATORS", "GeneratorAdapter", "Stateful", "check_kind", "generator_adapter", "with_state"]
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+_TORCH, _PYTHON, _NUMPY, _OLD_NUMPY = (
+    "torch.Generator",
+    "random.Random",
+    "numpy.random.Generator",
+    "numpy.random.RandomState",
+)
+"""The kinds in a checkpoint; a bit generator by itself is one of numpy's."""
 
 
 class Stateful(Protocol):
@@ -25,81 +30,64 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class _Generator:
-    """One whose state is an object that it gives and takes."""
+class GeneratorAdapter:
+    """One of the `GENERATORS`."""
 
-    def __init__(self, name: str, kind: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._name, self._kind, self._get, self._put = name, kind, get, put
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": self._kind, "state": self._get()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, self._kind)
-        self._put(state["state"])
-
-
-class _TorchGenerator(_Generator):
-    def __init__(self, name: str, generator: torch.Generator) -> None:
-        super().__init__(name, "torch.Generator", generator.get_state, generator.set_state)
-        self._device = generator.device.type
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "device": self._device}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, self._kind)
-        if (there := state.get("device", self._device)) != self._device:
-            raise MismatchError(
-                f"{self._name}: the checkpoint holds a generator on {there}, this one is on {self._device}; make it "
-                f"with torch.Generator(device={there!r})"
+    def __init__(self, name: str, generator: Any) -> None:
+        """Raises UsageError for one that has no state."""
+        self._name, self._generator = name, generator
+        if isinstance(generator, random.SystemRandom):
+            raise UsageError(
+                f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
+                "use random.Random(seed)"
             )
-        super().load_state_dict(state)
-
-
-def _python_random(name: str, generator: random.Random) -> _Generator:
-    try:
-        generator.getstate()
-    except NotImplementedError:
-        raise UsageError(
-            f"{name} is a {type(generator).__name__}, which draws from the operating system and cannot be resumed: "
-            "use random.Random(seed)"
-        ) from None
-    return _Generator(name, "random.Random", generator.getstate, generator.setstate)
-
-
-class _NumpyGenerator:
-    """`numpy.random.Generator`, or a bit generator by itself."""
-
-    def __init__(self, name: str, bits: Any) -> None:
-        self._name, self._bits = name, bits
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "numpy.random.Generator", "state": self._bits.state, "seeds": _seed_sequence(self._bits)}
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return {"kind": _TORCH, "state": generator.get_state(), "device": generator.device.type}
+        if isinstance(generator, random.Random):
+            return {"kind": _PYTHON, "state": generator.getstate()}
+        if isinstance(generator, np.random.RandomState):
+            return {"kind": _OLD_NUMPY, "state": generator.get_state(legacy=False)}
+        bits = _bits_of(generator)
+        return {"kind": _NUMPY, "state": bits.state, "seeds": _seed_sequence(bits)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_kind(self._name, state, "numpy.random.Generator")
-        there, here = state["state"]["bit_generator"], type(self._bits).__name__
+        generator, now = self._generator, self.state_dict()
+        check_kind(self._name, state, now["kind"])
+        if isinstance(generator, torch.Generator):
+            if (there := state.get("device", now["device"])) != now["device"]:
+                raise MismatchError(
+                    f"{self._name}: the checkpoint holds a generator on {there}, this one is on {now['device']}; make "
+                    f"it with torch.Generator(device={there!r})"
+                )
+            generator.set_state(state["state"])
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["state"])
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state["state"])
+        else:
+            self._load_bits(state)
+
+    def _load_bits(self, state: dict[str, Any]) -> None:
+        bits = _bits_of(self._generator)
+        there, here = state["state"]["bit_generator"], type(bits).__name__
         if there != here:
             raise MismatchError(f"{self._name}: the checkpoint holds a {there}, this generator's bits come from {here}")
-        self._bits.state = state["state"]
-        if (seeds := state["seeds"]) not in (None, _seed_sequence(self._bits)):
+        bits.state = state["state"]
+        if (seeds := state["seeds"]) not in (None, _seed_sequence(bits)):
             # The interrupted process has spawned from them, or they came from the operating system.
-            self._bits.__setstate__((self._bits.state, np.random.SeedSequence(**seeds)))
+            bits.__setstate__((bits.state, np.random.SeedSequence(**seeds)))
 
 
-def generator_adapter(name: str, target: object) -> Stateful | None:
-    if isinstance(target, torch.Generator):
-        return _TorchGenerator(name, target)
-    if isinstance(target, random.Random):
-        return _python_random(name, target)
-    if isinstance(target, np.random.Generator):
-        return _NumpyGenerator(name, target.bit_generator)
-    if isinstance(target, np.random.BitGenerator):
-        return _NumpyGenerator(name, target)
-    if isinstance(target, np.random.RandomState):
-        return _Generator(name, "numpy.random.RandomState", partial(target.get_state, legacy=False), target.set_state)
-    return None
+def generator_adapter(name: str, target: object) -> GeneratorAdapter | None:
+    """None: it is no random generator."""
+    return GeneratorAdapter(name, target) if isinstance(target, GENERATORS) else None
+
+
+def _bits_of(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 def with_state(live: object, state: dict[str, Any], name: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,34 +16,6 @@ def block_of(tensors: Sequence[torch.Tensor | None]) -> BufferBlock:
     block = BufferReader(tensors).read()
     assert block is not None
     return block
-
-
-def _assign(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], object]:
-    def change(tensor: torch.Tensor) -> None:
-        tensor.data = make(tensor.data)
-
-    return change
-
-
-_OTHER_MEANINGS: dict[str, Callable[[torch.Tensor], object]] = {
-    "parts": _assign(lambda data: data.view(torch.float32)[:4]),
-    "shorter": _assign(lambda data: data[:3]),
-    "a table": _assign(lambda data: data.view(2, 2)),
-}
-
-
-@pytest.mark.parametrize("change", _OTHER_MEANINGS.values(), ids=_OTHER_MEANINGS)
-def test_memory_that_means_something_else_is_seen(change: Callable[[torch.Tensor], object]) -> None:
-    """The same object at the same address."""
-    tensor = torch.ones(16, dtype=torch.complex64)[:4]
-    reader = BufferReader([torch.zeros(3), tensor])
-    address = tensor.data_ptr()
-    assert reader.fits(reader.tensors) and reader.means_the_same()
-    with torch.no_grad():
-        change(tensor)
-    assert tensor.data_ptr() == address and reader.fits(reader.tensors) and not reader.means_the_same()
-    again = block_of(reader.tensors).views[1]
-    assert again is not None and torch.equal(again, tensor)
 
 
 @pytest.mark.parametrize(

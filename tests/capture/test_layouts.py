@@ -71,21 +71,6 @@ class Laid(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
 
 
-def test_a_plain_job_says_little() -> None:
-    network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    targets = {"model": network, "optimizer": stepped(network.parameters())}
-    one = recorder(targets, world_size=1)
-    record = one.record().json
-    assert record["layouts"] == [{"mesh": [1], "placements": ["R"], "ranks": [[0, 1]]}]
-    assert [record[key] for key in ("default", "assumed", "tensors", "job", "modules")] == [0, [], {}, [], ["model"]]
-    assert record["parameters"] == {"optimizer": [f"model.{name}" for name, _ in network.named_parameters()]}
-    assert record["volatile"] == {"model": [name for name, _ in network.named_buffers()]}
-    strategy = strategy_of(targets, one)
-    assert {spec.layout for spec in strategy.tensors} == {Layout((1,), ("R",))}  # type: ignore[arg-type]
-    (moment,) = strategy.by_name["optimizer.state.model.0.weight.exp_avg"]
-    assert (moment.shape, moment.parameter, moment.dtype) == ((2, 3), "model.0.weight", "F32")
-
-
 def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     network = nn.Linear(3, 2)
     one = recorder({"model": network}, rank=1)

@@ -6,7 +6,6 @@ from collections import deque
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,8 +97,3 @@ def test_an_object_and_a_modules_extra_state_are_given_tensors_on_their_devices(
     Collector({"model": model, "ema": ema}).load(state)
     assert (ema.shadow[0].device.type, ema.count.device.type) == ("meta", "cpu")
     assert [kinds(each.amax) for each in model if isinstance(each, Scaled)] == ["cpu", "meta"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="there is a device")
-def test_nothing_is_looked_at_without_a_device() -> None:
-    assert "tensor_devices" not in Collector({"model": nn.Linear(2, 2), "ema": Averages("cpu")}).state()
