@@ -99,7 +99,10 @@ class Flags:
     def copy(self) -> None:
         """Read them as they are now."""
         self.seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]  # `look`, without a call
-        self._gradients = {id(t) for t in self._tensors if t.is_leaf and t.grad is not None and not t.grad.is_sparse}
+        self._gradients = gradients = set[int]()
+        for t in self._tensors:
+            if t.is_leaf and (gradient := t.grad) is not None and not gradient.is_sparse:
+                gradients.add(id(t))
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
