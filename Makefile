@@ -143,9 +143,7 @@ mutants: $(DONE)/dev
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 simulation: $(DONE)/dev
-	for each in stops cluster agents in_place files; do \
-		$(BIN)/python -m tests.simulation $$each --schedules $(SCHEDULES) --jobs $(JOBS) || exit 1; \
-	done
+	$(BIN)/python -m tests.simulation all --schedules $(SCHEDULES) --jobs $(JOBS)
 	$(BIN)/python -m tests.mutants.defects
 
 fuzz: $(DONE)/dev

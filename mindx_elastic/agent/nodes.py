@@ -238,7 +238,7 @@ class Membership(TableConnection):
     def ask(self) -> messages.News:
         """What is new at this very moment; what was known before if no answer comes in time."""
         with self.changed:
-            number, self._said_at, until = self._num_beats + 1, 0.0, time.monotonic() + _ASK_S
+            number, until = self.ask_now(), time.monotonic() + _ASK_S
             while self._num_answers < number and self.down_since is None and time.monotonic() < until:
                 self.changed.wait(_LOOK_S)
             return self.news

@@ -78,7 +78,8 @@ class Workers:
         self.live = dict(processes)
         self.exits: list[WorkerExit] = []
         """In the order in which they were noticed; of several at once those ended by a signal come first."""
-        self._pages, self._error_of = pages, error_of
+        self._pages = {rank: page_path(pages, rank) for rank in processes}
+        self._error_of = error_of
         self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
         self._fds: dict[int, int] = {}
         self._threads: dict[int, int] = {}
@@ -227,7 +228,7 @@ class Workers:
 
     def status(self, rank: int) -> Status | None:
         """What the rank's page says now; None: there is no page of this process."""
-        status = read_page(page_path(self._pages, rank))
+        status = read_page(self._pages[rank])
         return status if status is not None and status.pid == self.processes[rank].pid else None
 
     def statuses(self) -> dict[int, Status]:

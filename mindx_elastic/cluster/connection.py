@@ -31,12 +31,12 @@ from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import UsageError
 
 __all__ = ["SchedulerConnection", "TableConnection"]
 
 _BEATS = 5  # in the time after which a silent process is dead
-_LOOK_S = 0.1  # for what the program wants to be said
 _CONNECT_S = 3.0
 _MOST_PAUSE_S = 0.4  # a connection that has ended must be there again within `Limits.reconnect_s`
 _SHORT_S = 1.0
@@ -86,6 +86,8 @@ class TableConnection:
         self._leaves_at, self._sent = math.inf, threading.Event()
         self._taken_until: float | None = None
         self._socket: socket.socket | None = None
+        self._wants = Wakeup()
+        """Rings when there is something to say, or this is closed."""
         os.register_at_fork(after_in_child=self._close_copy)
         self._thread = threading.Thread(target=self._run, name="mindx-cluster", daemon=True)
 
@@ -94,12 +96,20 @@ class TableConnection:
 
     def close(self) -> None:
         self.closed.set()
+        self._wants.ring()
 
     def say(self, **facts: Any) -> None:
         """Fields of `Register` that have changed."""
         with self.changed:
             self._facts.update(facts)
             self._is_changed = True
+        self._wants.ring()
+
+    def ask_now(self) -> int:
+        """Let a heartbeat be sent at once, with `changed` held; its number, and so that of its answer."""
+        self._said_at = -math.inf
+        self._wants.ring()
+        return self._num_beats + 1
 
     def begin_anew(self, **facts: Any) -> None:
         """From now on it waits for another group, as another incarnation."""
@@ -107,6 +117,7 @@ class TableConnection:
             self._facts.update(facts)
             self.incarnation, self.job, self.group, self.dead = secrets.token_hex(16), "", None, ""
             self._is_stale = True
+        self._wants.ring()
 
     def leave(self, how: messages.How, code: int, why: str, *, timeout_s: float = 1.0) -> bool:
         """Say how this member ends, and close. Waits until the table knows it, but not for long; whether it does."""
@@ -114,6 +125,7 @@ class TableConnection:
         if self._is_member and not self.closed.is_set():
             self._sent.clear()
             self._farewell = Farewell(how, code & 0xFF, why[:_LONGEST_WHY])
+            self._wants.ring()
             is_told = self._sent.wait(timeout_s)
         self.close()
         return is_told
@@ -188,19 +200,29 @@ class TableConnection:
             self._say_all(line)
         poll = select.poll()
         poll.register(sock, select.POLLIN)
+        poll.register(self._wants.fd, select.POLLIN)
         now = heard_at = self._said_at = time.monotonic()
         self._num_answers = self._num_beats
         while not self.closed.is_set() and not self._is_stale:
             self._speak(line, now)
-            if poll.poll(_LOOK_S * 1000):
-                heard_at = time.monotonic()
+            most_s = self._patience_s + (self._heartbeat_s / _BEATS if line.is_open else 0.0)
+            ends_at = min(heard_at + most_s, self._leaves_at + self._patience_s)
+            ready = dict(poll.poll(1000 * max(0.0, min(ends_at, self._beats_at) - now)))
+            now = time.monotonic()
+            if ready.pop(self._wants.fd, None):
+                self._wants.drain()
+            if ready:
+                heard_at = now
                 if not all(self._obey(message) for message in line.receive()):
                     return
-            now = time.monotonic()
-            most_s = self._patience_s + (self._heartbeat_s / _BEATS if line.is_open else 0.0)
-            if now > heard_at + most_s or now > self._leaves_at + self._patience_s:
+            elif now >= ends_at:
                 self._is_welcome = False  # it stands still: it would take another connection, and not answer
                 raise TimeoutError("it does not answer")
+
+    @property
+    def _beats_at(self) -> float:
+        """When it is to be heard again."""
+        return self._said_at + self._heartbeat_s / _BEATS if self._farewell is None else math.inf
 
     def _say_all(self, line: Line) -> None:
         process = messages.Identity(host=socket.gethostname(), pid=os.getpid(), space=own_space())
@@ -213,7 +235,7 @@ class TableConnection:
         with self.changed:
             if self._is_changed:
                 self._say_all(line)
-            beats = self._farewell is None and now >= self._said_at + self._heartbeat_s / _BEATS
+            beats = now >= self._beats_at
             self._num_beats += beats
         if self.job and self._farewell is not None and self._leaves_at == math.inf:
             # To close at once would not do: what the table has sent meanwhile is unread, and TCP then answers with

@@ -2,12 +2,14 @@
 
 A report that is already there at the start names the devices that the platform has replaced before it started us; to
 stop the new run because of it would stop every run. So only a *change* after the start counts, or a report whose own
-time stamp or file is younger than this process. The file of a mount may be written again because another key of the
-ConfigMap has changed: contents are compared, not file times.
+time stamp or file is younger than this process, and not from the future: a platform's clock may be ahead of ours. The
+file of a mount may be written again because another key of the ConfigMap has changed: contents are compared, not file
+times.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -82,7 +84,11 @@ class FaultWatch:
             if not report.ranks:
                 return None
             if not self._is_fresh(report.created, written):
-                logger.info("%s names %s since before this start: done, until it changes", path, shown)
+                logger.info(
+                    "%s names %s since before this start, or with a time in the future: done, until it changes",
+                    path,
+                    shown,
+                )
                 return None
         elif not _has_news(known, report):
             return None
@@ -98,7 +104,9 @@ class FaultWatch:
         if known is None:
             if not self._is_fresh(state.created, written):
                 if state.exit_requested or state.unrecovered:
-                    logger.info("what %s asks for is from before this start: done, until it changes", path)
+                    logger.info(
+                        "what %s asks for is from before this start, or the future: done, until it changes", path
+                    )
                 return None
             known = Faults()
         if state.unrecovered - known.unrecovered:
@@ -132,7 +140,8 @@ class FaultWatch:
         return faults, status.st_mtime
 
     def _is_fresh(self, stamped: float | None, written: float) -> bool:
-        return written >= self._started_at or (stamped is not None and stamped > self._started_at)
+        now = time.time()
+        return any(self._started_at <= when <= now for when in (stamped, written) if when is not None)
 
     def _warn_of_file(self, path: Path, error: Exception) -> None:
         text = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)

@@ -42,9 +42,9 @@ def _schedules_until_found(root: Path, simulation: str, most: int) -> tuple[int,
     """How many schedules it took, and what was found; 0: nothing."""
     command = [sys.executable, "-m", "tests.simulation", simulation, "--schedules", str(most), "--until-wrong"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.startswith("seed ")]
+    found = [line for line in done.stdout.splitlines() if line.startswith(f"{simulation}, seed ")]
     if found:
-        return int(found[0].split()[1].rstrip(":")) + 1, found[0].partition(": ")[2]
+        return int(found[0].split()[2].rstrip(":")) + 1, found[0].partition(": ")[2]
     return (1, done.stderr.strip().splitlines()[-1]) if done.returncode else (0, "")
 
 

@@ -87,6 +87,21 @@ def test_a_report_written_between_the_start_and_the_first_look_is_an_alarm(
     assert ranks(mount.watch(started_at=time.time() - 60).poll()) == [1]
 
 
+@pytest.mark.parametrize(("ahead_s", "mtime_ahead_s"), [(300, None), (None, 300), (300, 300)])
+def test_a_report_from_the_future_stops_no_start_and_its_next_change_does(
+    mount: Mount, ahead_s: float | None, mtime_ahead_s: float | None
+) -> None:
+    """The platform's clock, or the one of the file's server, is ahead: each new start ended with 75."""
+    created = LONG_AGO if ahead_s is None else time.time() + ahead_s
+    mtime = LONG_AGO if mtime_ahead_s is None else time.time() + mtime_ahead_s
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": created}, mtime=mtime)
+    mount.reset({"GracefulExit": 1, "UpdateTime": created}, mtime=mtime)
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": created + 1}, mtime=mtime)
+    assert ranks(watch.poll()) == [1]
+
+
 def test_repaired_ranks_are_no_alarm_and_a_second_fault_is(mount: Mount) -> None:
     mount.fault({"FaultRank": [1, 3], "UpdateTime": 1690000000}, mtime=LONG_AGO)
     watch = mount.watch()

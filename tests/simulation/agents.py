@@ -49,7 +49,7 @@ from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import connection
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from tests.simulation.schedules import Played, quiet
+from tests.simulation.schedules import Fault, Faults, Played, quiet
 from tests.simulation.system import System
 from tests.simulation.workers import Meeting, Worker
 from tests.simulation.world import Process, Stuck, World
@@ -59,7 +59,6 @@ __all__ = [
     "GENTLE",
     "KINDS",
     "Agent",
-    "Fault",
     "Forks",
     "Job",
     "Node",
@@ -102,19 +101,6 @@ _BACK_S = 3.0
 """A host that is back so soon is met."""
 _STANDSTILL_S = 10.0
 """A node that stands still for so long is lost."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that happens."""
-
-    kind: str
-    """One of `KINDS`."""
-    node: int
-    local_rank: int
-    at: float
-    """Seconds after the start."""
-    length_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,8 @@ def plan_of(seed: int) -> Plan:
         # Two things at nearly the same time meet oftener than two at any.
         at = max(0.1, random.choice(moments) + random.choice((0.0, random.uniform(-0.5, 0.5), random.uniform(0, 20))))
         length_s = random.choice((0.5, 3.0, 8.0, 30.0))
-        faults.append(Fault(random.choice(pool), random.randrange(nodes), random.randrange(4), round(at, 3), length_s))
+        kind, node = random.choice(pool), random.randrange(nodes)
+        faults.append(Fault(kind, node, random.randrange(4), at=round(at, 3), length_s=length_s))
     return Plan(
         seed,
         nodes=nodes,
@@ -349,6 +336,7 @@ class Job:
         """Of the faults so far, those that may cost a restart."""
         self.wrong: list[str] = []
         self.nodes = [Node(self, number) for number in range(plan.nodes)]
+        self.faults = Faults(self.world, plan, self.strike)
         self.meetings: dict[tuple[str, str], Meeting] = {}
         self.pages: dict[Path, Worker] = {}
 
@@ -483,14 +471,11 @@ class Job:
 
     # --- faults ---
 
-    def schedule(self, fault: Fault) -> None:
-        self.world.at(self.world.now + fault.at, lambda: self.strike(fault))
-
-    def strike(self, fault: Fault) -> None:
-        node, world = self.nodes[fault.node], self.world
+    def strike(self, fault: Fault, *who: Any) -> None:
+        node, world = self.nodes[fault.place], self.world
         agent = node.agents[-1]
         until = world.now + fault.length_s
-        world.note(f"{fault.kind} at node {fault.node}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
+        world.note(f"{fault.kind} at node {fault.place}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
         living = [worker for worker in agent.workers if worker.process.is_alive]
         worker = living[fault.local_rank % len(living)] if living else None
         self.failures += self._fails(fault)
@@ -599,8 +584,7 @@ def play(plan: Plan, make: type[Job] = Job) -> Outcome:
         platform.start(lambda: int(world.wait(lambda: False, until + 0.1)))
         for node in job.nodes:
             world.at(world.now + _PATIENCE_S, lambda node=node: job.tell_to_stop(node))  # type: ignore[misc]
-        for fault in plan.faults:
-            job.schedule(fault)
+        job.faults.begin()
         try:
             world.run(until=world.now + 3600.0)
         except Stuck as error:
@@ -637,14 +621,14 @@ def _faults_of(job: Job, outcome: Outcome) -> list[str]:
 def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
     """As `_faults_of`, where it depends on what has happened."""
     plan = job.plan
-    kinds = {fault.kind for fault in plan.faults}
+    kinds = {fault.name for fault in plan.faults}
     codes = {agent.code for agent in outcome.agents} - {-9}
     if job.has_finished:  # who came when it was over finds nobody any more
         codes = {agent.code for agent in outcome.agents if agent.was_there} - {-9}
     told = ", ".join(sorted(map(str, codes)))
     is_hopeless = any(agent.is_hopeless for agent in outcome.agents)
     gone = [fault for fault in plan.faults if fault.kind in ("kill agent", "kill node") and fault.length_s > _BACK_S]
-    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(fault.node == 0 for fault in gone)
+    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(fault.place == 0 for fault in gone)
     never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker"}
     is_curable = kinds <= CURABLE and job.failures <= plan.max_restarts
     if is_curable and not (is_hopeless or loses_host or never_seen) and (not job.has_finished or codes != {0}):

@@ -48,11 +48,11 @@ from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
-from tests.simulation.schedules import Played, quiet
+from tests.simulation.schedules import Fault, Faults, Played, quiet
 from tests.simulation.system import System
 from tests.simulation.world import Process, Stuck, Topic, World
 
-__all__ = ["KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
+__all__ = ["KINDS", "Outcome", "Plan", "plan_of", "play"]
 
 _SCHEDULER, _ADDRESS = "scheduler", ("scheduler", 8118)
 _FORMATION_S = 150.0
@@ -67,20 +67,6 @@ _HANG_S = 60.0
 _KILLED = -signal.SIGKILL
 _BEGUN_AGAIN = -1000
 """Exit code of what ``exec`` has replaced."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that happens."""
-
-    kind: str
-    """One of `KINDS`."""
-    place: int
-    at: float
-    """Seconds after the start, or after the event `on`."""
-    length_s: float = 0.0
-    on: tuple[str, int] | None = None
-    """An event of the job, and which one of its kind."""
 
 
 KINDS = {
@@ -188,10 +174,10 @@ def plan_of(seed: int) -> Plan:
         place, length_s = random.randrange(size), random.choice((0.05, 0.5, 2.0, 4.0, 8.0, 15.0))
         if random.random() < 0.4:
             on = random.choice(_ON), random.randint(1, 2 * size)
-            faults.append(Fault(kind, place, random.choice((0.0, 0.002, 0.2)), length_s, on))
+            faults.append(Fault(kind, place, at=random.choice((0.0, 0.002, 0.2)), length_s=length_s, on=on))
         else:
             at = random.choice(moments) + random.choice((0.0, random.uniform(-0.02, 0.02), random.uniform(-2, 2)))
-            faults.append(Fault(kind, place, max(0.0, at), length_s))
+            faults.append(Fault(kind, place, at=max(0.0, at), length_s=length_s))
     return Plan(
         seed,
         size,
@@ -446,7 +432,9 @@ class _Job:
         self.calm_boundary = self.num_calm_finished = 0
         self.struck: list[str] = []
         self.wrong: list[str] = []
-        self._events: Counter[str] = Counter()
+        self.faults = Faults(self.world, plan, self.strike)
+        self.event = self.faults.event
+        """Something to which faults can be bound."""
 
     def check(self, holds: bool, text: str) -> None:
         if not holds and text not in self.wrong:
@@ -548,13 +536,6 @@ class _Job:
         self.world.note("the faults are over")
 
     # --- what goes wrong ---
-
-    def event(self, name: str) -> None:
-        """Something to which faults can be bound."""
-        self._events[name] += 1
-        for fault in self.plan.faults:
-            if fault.on == (name, self._events[name]):
-                self.world.at(self.world.now + fault.at, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
 
     def strike(self, fault: Fault) -> None:
         world, network = self.world, self.network
@@ -700,9 +681,7 @@ def play(plan: Plan, *, tells: bool = False) -> Outcome:
         for place in range(plan.size):
             job.start_worker(place)
         world.at(world.now + world.random.choice((0.0, 0.5, 2.0)), job.start_scheduler)
-        for fault in plan.faults:
-            if fault.on is None:
-                world.at(world.now + fault.at, lambda fault=fault: job.strike(fault))  # type: ignore[misc]
+        job.faults.begin()
         Process(world, "hand", node="hand", host="far").start(job.hand)
         stuck = ""
         try:

@@ -39,10 +39,10 @@ from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.inventory import newest_complete, until_sound
 from tests.checkpoint_files import write
 from tests.simulation.disk import Disk
-from tests.simulation.schedules import Played, quiet
+from tests.simulation.schedules import Fault, Played, quiet
 from tests.start.looks import look_alone
 
-__all__ = ["KINDS", "Fault", "Outcome", "Plan", "plan_of", "play"]
+__all__ = ["KINDS", "Outcome", "Plan", "plan_of", "play"]
 
 KINDS = ("power cut", "power cut", "lies", "full", "broken")
 """Of disks. `lies`: flushes are none from then on, until the cut; `full` and `broken`: a call fails, and later the
@@ -50,16 +50,6 @@ power is cut."""
 _RUN = "run-a"
 _SMALL = "scheduler.json"
 _BASE = "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that happens."""
-
-    kind: str
-    """One of `KINDS`."""
-    at: int
-    """Before which call that changes the disk."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,7 @@ def plan_of(seed: int) -> Plan:
     random = Random(seed)
     world_size, count = random.choice((1, 1, 2, 3)), random.randint(1, 4)
     last = 12 * world_size * count
-    faults = [Fault(random.choice(KINDS), random.randint(0, last)) for _ in range(random.randint(1, 3))]
+    faults = [Fault(random.choice(KINDS), at=random.randint(0, last)) for _ in range(random.randint(1, 3))]
     return Plan(
         seed,
         world_size,

@@ -25,8 +25,9 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch.distributed
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from mindx_elastic.agent import launcher, replacements, supervisor
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
@@ -50,7 +51,8 @@ from mindx_elastic.rejoin.protocol import RecoveryVerdict, Report
 from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED
 from mindx_elastic.rejoin.spare import PIPE_VARIABLE, UNFIT, WAITS
 from tests.simulation import agents
-from tests.simulation.agents import Agent, Fault, Job, Outcome, Started
+from tests.simulation.agents import Agent, Job, Outcome, Started
+from tests.simulation.schedules import Fault
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
 from tests.simulation.world import Process, Topic, World
@@ -60,17 +62,19 @@ __all__ = ["KINDS", "STAGES", "Plan", "plan_of", "play"]
 STAGES = ("join", "out", "connect", "donate", "load", "open")
 """Where a rank is when something happens to it there: a new process joins; a survivor is about to report; one connects
 to the others; the donor copies its state; a rank has its state, and opens its guard."""
-_AT_STAGES = ("kill", "kill", "kill other", "sigterm", "sigterm worker", "kill agent", "freeze")
-_AT_KINDS = (
-    *(f"{what}@{stage}" for what in _AT_STAGES for stage in STAGES),
-    *("unfit@join", "cannot@out", "cannot@donate"),
-)
 KINDS = (
     *("kill worker", "exception", "hang", "freeze worker", "sigterm agent", "sigterm worker", "freeze agent", "reset"),
     *("slow store", "fault report", "kill agent", "no start", "slow start"),
-    *_AT_KINDS,
 )
-"""What can happen: at a time, or where a rank has come so far (``@``; `Fault.at`: how often before)."""
+"""What can happen at a time."""
+_AT_STAGES = ("kill", "kill", "kill other", "sigterm", "sigterm worker", "kill agent", "freeze")
+_ON = (
+    *((what, stage) for what in _AT_STAGES for stage in STAGES),
+    ("unfit", "join"),
+    ("cannot", "out"),
+    ("cannot", "donate"),
+)
+"""And where a rank has come so far."""
 _KEY = b"simulated"
 _NOTICED_S = 0.02
 """How late other ranks may hear of a death."""
@@ -80,6 +84,8 @@ _TURN_S = 0.05
 """An agent that has begun to look at what has happened hears of a signal when it has done so."""
 _HEARD_S = 1.0
 """Until the agent knows of a death at the latest."""
+_TURNS = 0.25
+"""How often another thread goes on before the agent's own call of its store."""
 _MOST_S = 300.0
 """What a schedule may take, beside the faults that last."""
 
@@ -92,7 +98,7 @@ class _Line:
 
     def __init__(self, network: _Stores, server: SimulatedStore, process: Process) -> None:
         self.server, self.process, self.is_broken = server, process, False
-        self.world, self.host, self.values = network.world, server.host, server.values
+        self.world, self.host, self.values, self.topic = network.world, server.host, server.values, server.topic
 
     def ask(self, act: Callable[[], object]) -> None:
         try:
@@ -160,6 +166,9 @@ class PrefixStore:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
 
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        self.underlying_store.wait([*map(self._key, keys)], timeout)
+
 
 @dataclass(frozen=True)
 class Plan(agents.Plan):
@@ -183,15 +192,16 @@ def plan_of(seed: int) -> Plan:
     # The second step has been passed, as a rule.
     moments = [random.uniform(start_s + random.choice((0.0, 2.0, 2.0)) * step_s, last) for _ in range(2)]
     workers = random.choice((2, 3, 3, 4))
-    faults = [Fault("kill worker", 0, random.randrange(workers), round(moments[0], 3))]
+    faults = [Fault("kill worker", 0, random.randrange(workers), at=round(moments[0], 3))]
     while len(faults) < 5 and random.random() < 0.7:
-        kind = random.choice(("kill worker", random.choice(KINDS), random.choice(_AT_KINDS)))
-        # In a recovery one rank joins and one donates.
-        at: float = 0 if kind.endswith(("join", "donate")) else random.randrange(4)
-        if "@" not in kind:
-            late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 6)))
-            at = max(0.1, random.choice(moments) + late_s)
-        faults.append(Fault(kind, 0, random.randrange(workers), round(at, 3), random.choice((0.3, 3.0, 15.0))))
+        late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 6)))
+        kind, at, on = random.choice(("kill worker", random.choice(KINDS))), random.choice(moments) + late_s, None
+        if random.random() < 0.6:
+            # In a recovery one rank joins and one donates.
+            kind, stage = random.choice(_ON)
+            at, on = 0.0, (stage, 1 if stage in ("join", "donate") else random.randint(1, 4))
+        length_s = random.choice((0.3, 3.0, 15.0))
+        faults.append(Fault(kind, 0, random.randrange(workers), at=round(max(0.0, at), 3), length_s=length_s, on=on))
     return Plan(
         seed,
         nodes=1,
@@ -644,13 +654,15 @@ class _Started(Started):
 
 
 class _OwnStore:
-    """The store as its host reaches it: nothing is slow, and nothing is cut off."""
+    """The store as its host reaches it: nothing is slow, and nothing is cut off. Few calls meet another thread."""
 
     def __init__(self, world: World, store: SimulatedStore) -> None:
         self._world, self.values = world, store.values
 
     def ask(self, act: Callable[[], object]) -> None:
-        self._world.sleep(self._world.random.uniform(0.0, 0.001), is_interruptible=False)
+        random = self._world.random
+        if random.random() < _TURNS:
+            self._world.sleep(random.uniform(0.0, 0.001), is_interruptible=False)
         act()
 
 
@@ -709,8 +721,6 @@ class InPlaceJob(Job):
         """By the agent, the restart and the generation."""
         self.told: list[dict[str, Any]] = []
         """The events of recoveries."""
-        self._waiting: list[Fault] = []
-        self._reached: Counter[str] = Counter()
         self._no_starts = 0
         self._next_slow_s = 0.0
         self._must_be_in_place = False
@@ -881,9 +891,8 @@ class InPlaceJob(Job):
         end, worker.is_connecting = world.now + timeout_s, True
         try:
             store.set(f"gloo/{rank}", "an address")
-            keys = [f"gloo/{each}" for each in range(group.world_size)]
-            while world.now < end and not store.check(keys):
-                world.sleep(0.01)
+            with suppress(DistStoreError):
+                store.wait([f"gloo/{each}" for each in range(group.world_size)], timedelta(seconds=timeout_s))
             group.workers[rank] = worker
             group.topic.tell()
             if not world.wait(lambda: len(group.workers) == group.world_size, end - world.now, on=(group.topic,)):
@@ -894,29 +903,18 @@ class InPlaceJob(Job):
 
     # --- faults ---
 
-    def schedule(self, fault: Fault) -> None:
-        if "@" in fault.kind:
-            self._waiting.append(fault)
-        else:
-            super().schedule(fault)
-
     def reach(self, stage: str, worker: _Rank) -> None:
         """`worker` is there now, and runs."""
-        self._reached[stage] += 1
         self.world.note(f"{worker.name}: {stage}")
-        for fault in list(self._waiting):
-            what, _, where = fault.kind.partition("@")
-            if where == stage and self._reached[stage] > fault.at:
-                self._waiting.remove(fault)
-                self._strike_at(what, fault, worker)
+        self.faults.event(stage, worker)
         self.world.give_way()  # it may be dead
 
-    def _strike_at(self, what: str, fault: Fault, worker: _Rank) -> None:
+    def _strike_at(self, fault: Fault, worker: _Rank) -> None:
         world, agent = self.world, self.nodes[0].agents[-1]
-        world.note(f"{fault.kind}")
+        world.note(fault.name)
         self.failures += 1
         others = [each for each in agent.workers if each.process.is_alive and each is not worker]
-        match what:
+        match fault.kind:
             case "kill":
                 worker.process.kill()
             case "kill other" if others:
@@ -926,15 +924,18 @@ class InPlaceJob(Job):
             case "sigterm worker":
                 self.system.tell(worker.process, signal.SIGTERM)
             case "kill agent":
-                self.strike(replace(fault, kind="kill agent"))
+                super().strike(fault)
             case "freeze":
                 worker.process.freeze(fault.length_s)
             case "unfit":
-                worker.process.exit(UNFIT)
+                worker.process.end(UNFIT)
             case "cannot":
                 worker.problem = "it cannot"
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault, *who: _Rank) -> None:
+        if who:
+            self._strike_at(fault, *who)
+            return
         agent = self.nodes[0].agents[-1]
         living = [each for each in agent.workers if each.process.is_alive and isinstance(each, _Rank)]
         match fault.kind:
@@ -952,6 +953,7 @@ class InPlaceJob(Job):
                 process = living[fault.local_rank % len(living)].process
                 for line in self.stores.lines:
                     line.is_broken = line.is_broken or line.process is process
+                    line.topic.tell()
             case "kill worker":
                 if len(self.plan.faults) == 1:
                     self._must_be_in_place = all(map(self._can_go_on, living)) and len(living) == self.plan.workers

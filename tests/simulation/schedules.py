@@ -1,21 +1,65 @@
-"""Many schedules of a simulation, by their seeds, and the story of one: what all simulations here share."""
+"""Many schedules of a simulation, by their seeds, what goes wrong in one, and its story: what all simulations share."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 from mindx_elastic.core.events import logger
 from tests.simulation.world import World
 
-__all__ = ["Played", "play_all", "quiet", "shrink", "tell"]
+__all__ = ["Fault", "Faults", "Played", "play_all", "play_part", "quiet", "shrink", "tell"]
 
 PlanT = TypeVar("PlanT", bound=Any)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that happens."""
+
+    kind: str
+    """One of the simulation's `KINDS`."""
+    place: int = 0
+    """A node, a rank, a place."""
+    local_rank: int = 0
+    """Of a node."""
+    at: float = field(default=0.0, kw_only=True)
+    """Seconds after the start, or after the event `on`; for files the number of the call."""
+    length_s: float = field(default=0.0, kw_only=True)
+    on: tuple[str, int] | None = field(default=None, kw_only=True)
+    """An event of the job, and which one of its kind."""
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.on is None else f"{self.kind}@{self.on[0]}"
+
+
+class Faults:
+    """Lets those of a plan happen."""
+
+    def __init__(self, world: World, plan: Any, strike: Callable[..., None]) -> None:
+        """`strike`: gets the fault, and who was there at an event that it is bound to."""
+        self._world, self._plan, self._strike = world, plan, strike
+        self._events: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """From now on count the times of those that are bound to no event."""
+        for fault in self._plan.faults:
+            if fault.on is None:
+                self._world.at(self._world.now + fault.at, partial(self._strike, fault))
+
+    def event(self, name: str, *who: Any) -> None:
+        self._events[name] += 1
+        for fault in self._plan.faults:
+            if fault.on == (name, self._events[name]):
+                self._world.at(self._world.now + fault.at, partial(self._strike, fault, *who))
 
 
 @dataclass
@@ -89,3 +133,11 @@ def play_all(simulation: str, seeds: range) -> tuple[Counter[str], list[tuple[in
         if outcome.wrong:
             failed.append((seed, outcome.wrong))
     return counts, failed
+
+
+def play_part(part: tuple[str, range]) -> tuple[str, Counter[str], list[tuple[int, list[str]]]]:
+    """As `play_all`, in a process of a pool: with the name, and the milliseconds that it took."""
+    import_module(f"tests.simulation.{part[0]}")
+    began = time.process_time()
+    counts, wrong = play_all(*part)
+    return part[0], counts + Counter(cpu_ms=round(1000 * (time.process_time() - began))), wrong

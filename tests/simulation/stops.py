@@ -14,7 +14,7 @@ What must hold in every schedule:
 * Every process ends, before its deadline unless it is writing a file then.
 * No rank says that the training is done where another one saved because it was told to stop.
 
-and where no more happens than signals, pauses, a slow store and slow steps (`Fault.is_gentle`):
+and where no more happens than signals, pauses, a slow store and slow steps (`KINDS`):
 
 * All ranks save the same step and leave with the signal's code, or all finish with 0 and save nothing.
 * No rank waits for its deadline.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -34,6 +34,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.stop_step import parse_decision
 from mindx_elastic.agreement.store_exchange import StoreExchange
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
@@ -46,12 +47,12 @@ from mindx_elastic.guard.process_end import LogRelay
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.agent_folder import PAUSE, RESUME
 from mindx_elastic.platforms.flag_file import AnsweredFlags
-from tests.simulation.schedules import Played, quiet
+from tests.simulation.schedules import Fault, Faults, Played, quiet
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.system import System
 from tests.simulation.world import Process, Stuck, Topic, World
 
-__all__ = ["KINDS", "Fault", "Outcome", "Plan", "faults_of", "plan_of", "play"]
+__all__ = ["KINDS", "Outcome", "Plan", "faults_of", "plan_of", "play"]
 
 GRACE_S = 30.0
 LATE_S = 1.0
@@ -62,22 +63,6 @@ _PATIENCE_S = 300.0
 _NOTICE_S = 0.002
 """Until the others on the machine know of a death."""
 _ALARMS = frozenset({"signal", "exception", "request", "peer"})
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that happens."""
-
-    kind: str
-    """One of `KINDS`."""
-    rank: int
-    at: float
-    """Seconds after the start."""
-    length_s: float = 0.0
-
-    @property
-    def is_gentle(self) -> bool:
-        return KINDS[self.kind]
 
 
 KINDS = {
@@ -148,7 +133,10 @@ def plan_of(seed: int) -> Plan:
         at = max(0.0, random.choice(moments) + random.choice((0.0, random.uniform(-0.02, 0.02), random.uniform(-2, 2))))
         length_s = random.choice((0.05, 0.5, 3.0, 20.0))
         ranks = range(world_size) if kind == "sigterm" and random.random() < 0.5 else [random.randrange(world_size)]
-        faults += [Fault(kind, rank, at + random.uniform(0, 0.01) * (len(ranks) > 1), length_s) for rank in ranks]
+        late_s = 0.01 * (len(ranks) > 1)
+        on = ("end", random.randint(1, world_size)) if random.random() < 0.1 else None
+        at = at if on is None else random.choice((0.0, random.uniform(0.0, 0.02)))
+        faults += [Fault(kind, rank, at=at + random.uniform(0, late_s), length_s=length_s, on=on) for rank in ranks]
     return Plan(
         seed,
         world_size,
@@ -350,11 +338,12 @@ class _Rank:
             self.gone.append(rank)
             self.watcher.post(lambda: self.stopper.hear_death(rank))
 
-    def train(self) -> int:
+    def train(self, at_end: Callable[[], None]) -> int:
         """The main thread. Returns the process's exit code."""
         try:
             for step in range(1, self._plan.steps + 1):
                 self._step(step)
+            at_end()
             if self.stopper.at_end():
                 raise self.stopper.exit()
         except GracefulExit as leaving:
@@ -417,8 +406,8 @@ class _Rank:
 
 
 def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Sequence[_Rank]) -> None:
-    rank, until = ranks[fault.rank], world.now + fault.length_s
-    world.note(f"{fault.kind} at rank {fault.rank}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
+    rank, until = ranks[fault.place], world.now + fault.length_s
+    world.note(f"{fault.kind} at rank {fault.place}" + f" for {fault.length_s:g} s" * (fault.length_s > 0))
     match fault.kind:
         case "sigterm":
             rank.signal(signal.SIGTERM)
@@ -468,6 +457,7 @@ def play(plan: Plan) -> Outcome:
         ranks = outcome.ranks = [_Rank(number, system, plan, collectives) for number in range(plan.world_size)]
         collectives.processes = [rank.process for rank in ranks]
         store = SimulatedStore(world, ranks[0].process) if plan.world_size > 1 else None
+        faults = Faults(world, plan, lambda fault: _strike(fault, world, store, ranks))
         ended: set[int] = set()
         met: set[int] = set()
         meeting = Topic(world)
@@ -486,9 +476,8 @@ def play(plan: Plan) -> Outcome:
                 began = world.now
                 for other in ranks:
                     world.at(began + _PATIENCE_S, lambda other=other: other.signal(signal.SIGTERM))  # type: ignore[misc]
-                for fault in plan.faults:
-                    world.at(began + fault.at, lambda fault=fault: _strike(fault, world, store, ranks))  # type: ignore[misc]
-            return rank.train()
+                faults.begin()
+            return rank.train(lambda: faults.event("end"))
 
         for rank in ranks:
             rank.process.on_end.append(lambda dead=rank.number: _tell(world, ranks, dead))  # type: ignore[misc]
@@ -535,7 +524,7 @@ def faults_of(outcome: Outcome) -> list[str]:
             if rank.process.ended_at > latest:
                 late = rank.process.ended_at - alarm.deadline.at
                 wrong.append(f"rank {rank.number} ends {late:.1f} s after its deadline")
-    if all(fault.is_gentle for fault in plan.faults):
+    if all(KINDS[fault.kind] for fault in plan.faults):
         wrong += _faults_of_gentle(plan, ranks)
     return wrong
 
@@ -557,4 +546,7 @@ def _faults_of_gentle(plan: Plan, ranks: Sequence[_Rank]) -> list[str]:
             return [f"rank {rank.number} needs {took:.1f} s to stop, not {usual_s:.1f}"]
     codes = [rank.process.exit_code for rank in ranks]
     expected = [0 if rank.finished else 143 for rank in ranks]
+    if any(fault.kind == "slow store" for fault in plan.faults):  # its host has left before its news were there
+        gone = [rank.stopper.alarm is not None and rank.stopper.alarm.kind == "peer" for rank in ranks]
+        expected = [EXIT_TEMPORARY if is_late else code for code, is_late in zip(expected, gone, strict=True)]
     return [] if codes == expected else [f"exit codes {codes}, not {expected}, saved {steps}"]

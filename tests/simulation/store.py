@@ -26,6 +26,7 @@ class SimulatedStore:
         self.messages = 0
         self.topic = Topic(world)
         """Its values."""
+        self.is_broken = False
 
     def ask(self, act: Callable[[], object]) -> None:
         """One message and its answer, of the running thread. Raises where the host is gone; never returns where it
@@ -137,7 +138,8 @@ class Connection:
 
         store.ask(lambda: None)
         topics = store.topic, store.host.topic
-        if not world.wait(lambda: is_there() or not store.host.is_alive, end - world.now, on=topics):
+        is_over = lambda: is_there() or store.is_broken or not store.host.is_alive  # noqa: E731
+        if not world.wait(is_over, end - world.now, on=topics):
             raise DistStoreError("wait timeout")
         store.ask(lambda: None)
         if not is_there():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
-from tests.simulation.agents import GRACE_S, Fault, Outcome, Plan, play
+from tests.simulation.agents import GRACE_S, Outcome, Plan, play
+from tests.simulation.schedules import Fault
 
 QUIET = Plan(
     1, nodes=2, min_nodes=2, workers=1, steps=4, step_s=1.0, start_s=0.5, save_s=0.1, after_s=0.1, is_guarded=True,

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import pytest
 
-from tests.simulation.cluster import Fault, Outcome, Plan, plan_of, play
+from tests.simulation.cluster import Outcome, Plan, plan_of, play
+from tests.simulation.schedules import Fault
 
 EACH = 50
 
@@ -47,13 +48,13 @@ def plan(*faults: Fault, size: int = 2, recovery: bool = True) -> Plan:
 def test_the_farewell_of_a_rank_survives_a_scheduler_that_is_killed_before_it_has_written_it_down() -> None:
     """Its end closed the connection, which passed for an answer: the finished rank was held for dead later."""
     for after_s in (0.0, 0.001, 0.002, 0.003):
-        outcome = play(plan(Fault("kill scheduler", 0, after_s, 0.5, on=("end", 1))))
+        outcome = play(plan(Fault("kill scheduler", 0, at=after_s, length_s=0.5, on=("end", 1))))
         assert not outcome.wrong and outcome.job.scheduler_code == 0
 
 
 def test_a_rank_that_dies_before_torchs_process_group_is_there_is_not_waited_for() -> None:
     """torch waits half an hour for it."""
-    outcome = play(plan(Fault("kill", 1, 0.0, 0.5, on=("group", 1)), size=3))
+    outcome = play(plan(Fault("kill", 1, at=0.0, length_s=0.5, on=("group", 1)), size=3))
     assert not outcome.wrong and outcome.job.struck
     assert outcome.job.ended_at < 20.0
 
@@ -61,8 +62,11 @@ def test_a_rank_that_dies_before_torchs_process_group_is_there_is_not_waited_for
 @pytest.mark.parametrize("kind", ["kill scheduler", "reset"])
 def test_a_worker_whose_connection_is_lost_when_a_death_is_told_hears_of_it_with_the_next_one(kind: str) -> None:
     """It waited for the dead rank, half an hour in torch's start of a process group; the job was over before."""
-    killed = Fault("kill", 1, 0.0, 0.5, on=("group", 1))
-    plans = [plan(killed, Fault(kind, 0, after_s, 0.5, on=("write", 4))) for after_s in (0.0, 0.0005, 0.001, 0.002)]
+    killed = Fault("kill", 1, at=0.0, length_s=0.5, on=("group", 1))
+    plans = [
+        plan(killed, Fault(kind, 0, at=after_s, length_s=0.5, on=("write", 4)))
+        for after_s in (0.0, 0.0005, 0.001, 0.002)
+    ]
     outcomes = [play(replace(each, seed=seed)) for each in plans for seed in range(4)]
     assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
     assert all(outcome.job.ended_at < 20.0 for outcome in outcomes)
@@ -70,7 +74,9 @@ def test_a_worker_whose_connection_is_lost_when_a_death_is_told_hears_of_it_with
 
 def test_the_end_of_a_job_without_recovery_is_told_once_with_the_first_death() -> None:
     """Each worker that left then was a death that had ended the job, for all that were still there."""
-    unguarded = replace(plan(Fault("kill", 1, 0.2, 0.5, on=("train", 5)), size=5, recovery=False), has_guard=False)
+    unguarded = replace(
+        plan(Fault("kill", 1, at=0.2, length_s=0.5, on=("train", 5)), size=5, recovery=False), has_guard=False
+    )
     outcome = play(unguarded, tells=True)
     told = [text for _, text in outcome.story if "the scheduler has ended the job" in text]
     assert len(told) == 4 and all("has ended the job: rank 1 " in text for text in told)
@@ -78,7 +84,7 @@ def test_the_end_of_a_job_without_recovery_is_told_once_with_the_first_death() -
 
 def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for_dead() -> None:
     for event in (("write begins", 2), ("write", 2), ("end", 1)):
-        outcome = play(plan(Fault("freeze scheduler", 0, 0.0, 9.0, on=event)))
+        outcome = play(plan(Fault("freeze scheduler", 0, at=0.0, length_s=9.0, on=event)))
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
@@ -86,13 +92,13 @@ def test_a_scheduler_that_stands_still_in_the_midst_of_its_work_holds_nobody_for
 def test_a_scheduler_whose_machine_is_gone_for_seconds_holds_nobody_for_dead(heartbeat_s: float, gone_s: float) -> None:
     """No end of the old connections is heard: a worker looked for the new one ten seconds later, and had five."""
     for event in ("connect", "group", "train"):
-        vanished = plan(Fault("vanish scheduler", 0, 0.6, gone_s, on=(event, 2)))
+        vanished = plan(Fault("vanish scheduler", 0, at=0.6, length_s=gone_s, on=(event, 2)))
         outcome = play(replace(vanished, heartbeat_s=heartbeat_s))
         assert not outcome.wrong and outcome.job.struck and len(outcome.job.meetings) == 1
 
 
 def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> None:
-    outcome = play(plan(Fault("freeze", 1, 0.0, 9.0, on=("group", 2))), tells=True)
+    outcome = play(plan(Fault("freeze", 1, at=0.0, length_s=9.0, on=("group", 2))), tells=True)
     assert not outcome.wrong and any("this process starts over in place (pid" in text for _, text in outcome.story)
 
 
@@ -101,7 +107,9 @@ def test_a_worker_that_is_held_for_dead_right_after_its_group_begins_anew() -> N
 def test_the_start_and_a_death_or_a_stop_of_twice_the_nodes_take_twice_the_messages_and_no_longer(
     size: int, kind: str
 ) -> None:
-    less, more = (play(plan(Fault(kind, 5, 0.3, 0.5, on=("train", nodes)), size=nodes)) for nodes in (size, 2 * size))
+    less, more = (
+        play(plan(Fault(kind, 5, at=0.3, length_s=0.5, on=("train", nodes)), size=nodes)) for nodes in (size, 2 * size)
+    )
     assert not less.wrong and not more.wrong
     assert len(less.job.meetings) == len(more.job.meetings) == (2 if kind == "kill" else 1)
     assert 1.8 * less.messages < more.messages < 2.5 * less.messages  # heartbeats come by the seconds

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.agents import Fault, Outcome
+from tests.simulation.agents import Outcome
 from tests.simulation.in_place import Plan, play
+from tests.simulation.schedules import Fault
 
 QUIET = Plan(
     1, nodes=1, min_nodes=1, workers=3, steps=6, step_s=0.5, start_s=1.0, save_s=0.01, after_s=0.1, is_guarded=True,
@@ -20,7 +21,7 @@ def played(plan: Plan, *faults: Fault) -> Outcome:
     outcome = play(replace(plan, faults=faults))
     assert not outcome.wrong, outcome.wrong
     story = [text for _, text in outcome.story]
-    assert all(any(text.startswith(fault.kind) for text in story) for fault in faults), "one has not happened"
+    assert all(any(text.startswith(fault.name) for text in story) for fault in faults), "one has not happened"
     return outcome
 
 
@@ -43,7 +44,7 @@ def test_two_deaths_one_after_the_other_cost_no_restart(spares: int) -> None:
 def test_a_process_that_cannot_be_this_rank_is_followed_by_another_one(spares: int) -> None:
     """It ends before it has taken part, so the recovery goes on; and the one that stood in is told of."""
     plan = replace(QUIET, spares=spares, steps=12)
-    outcome = played(plan, Fault("kill worker", 0, 1, at=2.6), Fault("unfit@join", 0, 0, at=0))
+    outcome = played(plan, Fault("kill worker", 0, 1, at=2.6), Fault("unfit", on=("join", 1)))
     assert recoveries_of(outcome) == ["in place"]
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 0)]
 
@@ -58,7 +59,7 @@ def test_a_process_that_cannot_be_started_is_told_once_and_the_job_is_restarted(
 def test_a_second_death_in_a_recovery_is_mended_too(stage: str) -> None:
     """In place or by a restart."""
     started = {"load": 3, "open": 3}.get(stage, 0)  # at the start all pass these
-    outcome = played(QUIET, Fault("kill worker", 0, 1, at=2.6), Fault(f"kill@{stage}", 0, 0, at=started))
+    outcome = played(QUIET, Fault("kill worker", 0, 1, at=2.6), Fault("kill", on=(stage, started + 1)))
     assert [agent.code for agent in outcome.agents] == [0]
     assert recoveries_of(outcome)
 
@@ -75,6 +76,6 @@ def test_a_stop_at_the_moment_of_success_does_not_hide_it(seed: int) -> None:
     """The agent has not looked at the board since the last rank came back."""
     last = 2 * QUIET.workers - 1
     plan = replace(QUIET, seed=seed)
-    outcome = played(plan, Fault("kill worker", 0, 1, at=2.6), Fault("sigterm@open", 0, 0, at=last))
+    outcome = played(plan, Fault("kill worker", 0, 1, at=2.6), Fault("sigterm", on=("open", last + 1)))
     assert recoveries_of(outcome) == ["in place"]
     assert [agent.code for agent in outcome.agents] == [143]

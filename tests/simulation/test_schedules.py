@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.schedules import play_all, shrink
-from tests.simulation.stops import Fault, Plan
+from tests.simulation.schedules import Fault, play_all, shrink
+from tests.simulation.stops import Plan
 
 SIMULATIONS = {
     "stops": (100, 1_000, 100_000),
