@@ -32,7 +32,7 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.agreement.stop_step import parse_decision
+from mindx_elastic.agreement.stop_step import FINISHED, parse_decision
 from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.alarm.watcher import Watcher
@@ -111,6 +111,8 @@ class Outcome(Played):
     ranks: list[_Rank] = field(default_factory=list)
     decided: list[int | None] = field(default_factory=list)
     """What the decision cells in the store hold: a step, or None where each rank acts alone."""
+    is_finished: bool = False
+    """One of them says that all ranks have reached their end."""
 
     def count(self) -> Counter[str]:
         return super().count() + Counter(files=sum(len(rank.saved) for rank in self.ranks))
@@ -492,6 +494,7 @@ def play(plan: Plan) -> Outcome:
             outcome.messages = store.messages
             cells = [value.decode() for key, value in store.values.items() if key.endswith("/decision")]
             outcome.decided = [parse_decision(cell).step for cell in cells]
+            outcome.is_finished = any(parse_decision(cell) == FINISHED for cell in cells)
     outcome.wrong = faults_of(outcome)
     return outcome
 
@@ -526,6 +529,8 @@ def faults_of(outcome: Outcome) -> list[str]:
                 wrong.append(f"rank {rank.number} ends {late:.1f} s after its deadline")
     if all(KINDS[fault.kind] for fault in plan.faults):
         wrong += _faults_of_gentle(plan, ranks)
+        stopped = [rank.number for rank in ranks if rank.saved and outcome.is_finished]
+        wrong += [f"all have finished, and ranks {stopped} answer a stop"] * bool(stopped)
     return wrong
 
 
