@@ -9,7 +9,8 @@ dies in the backward. Copies of all such weights at each boundary would cost the
 parameter are compared:
 
 =============================  ========================================================================================
-after close boundaries         between the boundary and the first update after it: see `close_looks`
+after two boundaries of a      between the boundary and the first update after it: see `close_looks`
+process, and two of fifty
 once something was found, or   elements are kept at every boundary
 where no optimizer is named
 at an epoch's end              elements are kept: code after it may exchange the weights for averaged ones
