@@ -155,7 +155,7 @@ def _explain_loop(row: Sequence[Failure]) -> str:
         f"{len(row)} attempts in a row failed at the same step. So would another one, and the job is stopped.",
         what="; then ".join(dict.fromkeys(failure.cause for failure in row)),
         where=_place(last),
-        checkpoint=last.resumed_path or "none, a fresh start",
+        checkpoint=last.resumed_path or ("none, a fresh start" if last.boundaries else "none was loaded"),
         look_at="the traceback (mindx-elastic logs), the stacks in the run directory, the system's log (dmesg)",
         to_go_on=onward,
     )

@@ -44,10 +44,11 @@ def test_failures_at_the_same_step_stop_the_job_whatever_their_causes(causes: tu
     assert "start the same command again" in text and "move all files" not in text
 
 
-def test_a_crash_before_the_first_step_of_a_fresh_start() -> None:
+def test_a_crash_before_the_first_step_is_not_called_a_fresh_start() -> None:
+    """The start itself may have been refused: NoUsableCheckpointError."""
     verdicts = judge_all([Failure(cause="killed by SIGKILL", step=-1)] * 3)
     assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
-    assert "before the first step was done" in verdicts[2].explanation and "a fresh start" in verdicts[2].explanation
+    assert "before the first step was done" in verdicts[2].explanation and "none was loaded" in verdicts[2].explanation
 
 
 def test_resumes_of_one_checkpoint_that_pass_no_step_say_how_to_go_on_from_an_older_one() -> None:
