@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -363,11 +364,20 @@ def unshared_mappings() -> dict[str, int]:
     return found
 
 
+def open_files() -> Counter[str]:
+    """What this process's descriptors are, for a number says nothing: the listing itself has one."""
+    found = Counter[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
+
+
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
     """The block leaves no file descriptor of this process open. Other tests of the process may have left some to the
     garbage collector or to a thread that is ending; that these close meanwhile is no fault."""
     gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     yield
-    wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before, "the end of each new descriptor", 60.0)
+    wait_until(lambda: open_files() <= before, "the end of each new descriptor", 60.0)

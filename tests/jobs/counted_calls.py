@@ -1,5 +1,6 @@
-"""``counted_calls.py DIR``: the README's loop; SIGTERM in its sixth step. Prints, by phase, how often the package's own
-Python functions were called in all threads, and which ones most."""
+"""``counted_calls.py DIR``: the README's loop; SIGTERM in its sixth step. Prints how often the package's own Python
+functions were called and which ones most: by the training thread in each phase, and by all other threads together, for
+in which phase these come to run depends on the load of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ sys.counts = defaultdict(Counter)  # type: ignore[attr-defined]  # no variable o
 
 def note(frame: FrameType, event: str, _: object) -> None:
     if event == "call" and frame.f_code.co_filename.startswith(BASE):
-        sys.counts[phase][f"{frame.f_code.co_filename.removeprefix(BASE)}:{frame.f_code.co_name}"] += 1  # type: ignore[attr-defined]
+        part = phase if threading.current_thread() is threading.main_thread() else "threads"
+        sys.counts[part][f"{frame.f_code.co_filename.removeprefix(BASE)}:{frame.f_code.co_name}"] += 1  # type: ignore[attr-defined]
 
 
 x = torch.randn(1280, 32, generator=torch.Generator().manual_seed(0))

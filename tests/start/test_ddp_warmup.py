@@ -152,8 +152,7 @@ class Job:
             optimizers[parameter].step()
             optimizers[parameter].zero_grad()
 
-        for parameter in optimizers:
-            parameter.register_post_accumulate_grad_hook(update)
+        self.hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in optimizers]
         self.targets: dict[str, Any] = {"model": self.network}
         self.targets |= {f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers.values())}
         self.collector = Collector(self.targets)
@@ -183,3 +182,5 @@ def test_the_loaded_state_is_that_of_the_file(tmp_path: Path) -> None:
     first.train(2)
     second.train(2)
     assert_same(dict(second.network.state_dict()), dict(first.network.state_dict()))
+    for hook in (*first.hooks, *second.hooks):
+        hook.remove()  # torch's hooks are out of the garbage collector's sight, and keep what they refer to
