@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -53,7 +54,7 @@ from mindx_elastic.rejoin.member import (
 )
 from mindx_elastic.start.in_place import Boundary
 
-__all__ = ["EnterAgain", "InPlaceGuard", "run_in_place", "tell_of_block"]
+__all__ = ["EnterAgain", "InPlaceGuard", "program_now", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
 _CARRIED = frozenset({"signal", "flag", "request", "fault"})  # not what a death or an error has brought
@@ -152,9 +153,7 @@ class InPlaceGuard:
         """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
         entry, rank = self.entry, self.member.ranks.rank
         is_new = entry is not None and rank in entry.verdict.dead and self.objects.variables is None
-        look = Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
-        now = look.of_program(sys._getframe())
-        variables = VariablesPart(self.objects, now, rank, is_new=is_new)
+        variables = VariablesPart(self.objects, program_now(kept, sys._getframe()), rank, is_new=is_new)
         return [*self.member.parts(), *([] if entry is None else [variables])]
 
     def opened(self, stopper: Stopper, around: Connections, loaders: Loaders, ddp: groups.DdpModules) -> None:
@@ -288,6 +287,14 @@ def run_in_place(
         member.closed()
         if (arena := member.take_arena()) is not None:
             arena.close()
+
+
+def program_now(kept: Collection[Any], frame: FrameType) -> dict[str, str]:
+    """The program's own variables, names and digests. `kept`: what the guard keeps. The program may have a module by
+    name that is wrapped in a kept one (``DDP(net)``): its buffers are each rank's own, and kept."""
+    buffers = (buffer for each in kept if isinstance(each, nn.Module) for buffer in each.buffers())
+    look = Variables({*map(id, kept), *map(id, buffers)}, positions=True, but=epochs_put_back(kept))
+    return look.of_program(frame)
 
 
 def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:

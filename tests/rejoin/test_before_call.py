@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
-from mindx_elastic.guard.loops.followed_loader import epochs_put_back
-from mindx_elastic.prove.variables import Variables
+from mindx_elastic.guard.running import program_now
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 
 counted = 0
@@ -51,9 +50,7 @@ def apart(test: Callable[..., None]) -> Callable[..., None]:
 
 def part_of(objects: ObjectsBeforeCall, kept: Collection[Any], rank: int, *, is_new: bool) -> VariablesPart:
     """As `guard.running.InPlaceGuard` makes it, of the caller's variables."""
-    look = Variables({*map(id, kept)}, positions=True, but=epochs_put_back(kept))
-    now = look.of_program(sys._getframe(1))
-    return VariablesPart(objects, now, rank, is_new=is_new)
+    return VariablesPart(objects, program_now(kept, sys._getframe(1)), rank, is_new=is_new)
 
 
 def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
@@ -195,6 +192,31 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
     assert len(caplog.records) == 1 and '"counted" (test_before_call.py)' in caplog.text
     again = part_of(new, [], 1, is_new=False)  # nothing has changed here since its beginning
     assert again.say()["changed"] == []
+
+
+class Counted(nn.Module):
+    seen: torch.Tensor
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+
+@apart
+def test_buffers_of_a_module_inside_a_kept_one_are_kept() -> None:
+    """The program has a name for the module inside, as for that in ``model = DDP(net)``."""
+    net = Counted()
+    model, survivor, new = nn.Sequential(net), ObjectsBeforeCall({}), ObjectsBeforeCall({})
+    net.seen = torch.ones(2)
+    fresh = part_of(new, [model], 1, is_new=True)
+    net.seen = torch.zeros(2)
+    part_of(survivor, [model], 0, is_new=False)  # the first entry
+    net.seen.add_(2)
+    net.steps = 5
+    old = part_of(survivor, [model], 0, is_new=False)
+    named = old.merge([old.say(), fresh.say()]).common[0]
+    assert [name.partition(" ")[0] for name in named] == ['"net.steps"']
 
 
 @pytest.mark.parametrize(
