@@ -60,6 +60,9 @@ class Collector:
         self._watches_weights = False
         self._weights: dict[str, list[torch.Tensor]] = {}  # by module: those that no optimizer of the job updates
         self._moves: dict[str, int] = {}
+        self.weight_samples: dict[str, int] = {}
+        """Digests of some of the weights at the last boundaries that were looked at, ``weights_49`` of step 49; empty
+        where DDP keeps the ranks alike."""
         self.broadcasts = BufferBroadcasts()
         """The broadcasts of DDP's buffers; a guard replaces it by one that knows the DDP modules."""
         self.compiled = Compilations()
@@ -377,6 +380,8 @@ class Collector:
             state["extras"] = extras
         if self._moves:
             state["moves"] = self._moves
+        if self.weight_samples:
+            state["weights"] = self.weight_samples
         return state
 
     def copy_of_small(self) -> dict[str, Any]:
@@ -422,6 +427,8 @@ class Collector:
             state["plain"] = self._forecast.look()
             if self._forecast.epochs:
                 state["epochs"] = self._forecast.epochs
+        if self.weight_samples:
+            state["weights"] = self.weight_samples
         return state
 
     def forecast_came_true(self) -> bool | None:

@@ -57,6 +57,13 @@ class WeightSample(NamedTuple):
     versions: Sequence[int]
     """The version counter of each parameter."""
 
+    def digest(self) -> str:
+        """Hexadecimal; equal where the elements are."""
+        elements = hashlib.sha256()
+        for group in self.groups:
+            elements.update(memory_of(group.cpu().contiguous()))
+        return elements.hexdigest()[:_DIGITS]
+
 
 class WeightSamples:
     """Takes samples of the named modules. Any thread.
@@ -76,13 +83,7 @@ class WeightSamples:
 
     def digests(self) -> dict[str, str]:
         """Digests of a sample of each module: equal where the elements are."""
-        found: dict[str, str] = {}
-        for name, sample in self.take().items():
-            elements = hashlib.sha256()
-            for group in sample.groups:
-                elements.update(memory_of(group.cpu().contiguous()))
-            found[name] = elements.hexdigest()[:_DIGITS]
-        return found
+        return {name: sample.digest() for name, sample in self.take().items()}
 
     def changed_since(self, before: Mapping[str, WeightSample]) -> list[str]:
         """The modules of which an element is another now."""

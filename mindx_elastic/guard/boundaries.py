@@ -69,7 +69,7 @@ class Boundaries:
         if world_size > 1:
             collector.watch_weights()
             collector.keep_older_boundaries()
-            self._unreduced = UnreducedUpdates(ddp, unmanaged)
+            self._unreduced = UnreducedUpdates(ddp, unmanaged, collector.weight_samples)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self.hidden = HiddenChanges(
@@ -139,11 +139,11 @@ class Boundaries:
         since code that belongs to the step has run. Raises UnmanagedStateError."""
         if not self._orders.are_complete and not again:
             self._orders.at_boundary()
-        if self._unreduced is not None and not again:
-            self._unreduced.at_boundary()
         self.has_passed = True
         step = position.step  # as `is_close`, without a call
         closely = position.step_in_epoch == 1 or self.number < CLOSE_FIRST or (step + 1) % CLOSE_EVERY < 2
+        if self._unreduced is not None and not again:
+            self._unreduced.at_boundary(step, closely=closely)
         if not self.gate.pass_boundary(self._collector.copy, position, closely, closely=closely):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",

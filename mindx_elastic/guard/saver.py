@@ -344,7 +344,11 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
-            coordinates=self.coordinates | ({} if correct is None else {"foreseen": int(correct)}),
+            coordinates={
+                **self.coordinates,
+                **self.collector.weight_samples,
+                **({} if correct is None else {"foreseen": int(correct)}),
+            },
             append_info=tuple(append_info),
             torch_version=torch.__version__,
             flags=self.flags.identities,

@@ -343,6 +343,11 @@ def _state_of(found: Resumed, collector: Collector, rank: int, risks: Risks, tai
         if (len({*moves.mine}) > 1) != (len({*moves.theirs}) > 1):
             words = "only some ranks change them, and they are not kept at each step; another rank's are used"
             doubts.setdefault(words, []).append(f"the weights of {name}")
+    samples = {} if found.own is None else found.own.unpack().get("weights", {})
+    theirs_then = found.checkpoint.info.coordinates
+    if any(theirs_then.get(step, digest) != digest for step, digest in samples.items()):
+        words = f"each rank has its own, as in local SGD; rank {found.donor}'s are used"
+        doubts.setdefault(words, []).append("the weights and the optimizer's state")
     donated, loop = tail_values_in(state["progress"].get("loop", {})), made["progress"].get("loop", {})
     if donated and not (is_whole and tail_values_in(loop)):
         made["progress"] = {**made["progress"], "loop": {**loop, VALUES: donated}}

@@ -26,7 +26,8 @@ class Job:
         self.optimizers = {id(m): torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.first, self.second)}
         targets = {"first": self.first, "second": self.second}
         self.unmanaged = Unmanaged("error")
-        self.updates = UnreducedUpdates(ddp_modules(targets), self.unmanaged)
+        self.steps, self.samples = 0, dict[str, int]()
+        self.updates = UnreducedUpdates(ddp_modules(targets), self.unmanaged, self.samples)
 
     def forward(self, module: DistributedDataParallel, *, reduces: bool) -> torch.Tensor:
         with nullcontext() if reduces else module.no_sync():
@@ -38,7 +39,8 @@ class Job:
 
     def end_step(self) -> int:
         """Returns how many notes there are."""
-        self.updates.at_boundary()
+        self.steps += 1
+        self.updates.at_boundary(self.steps, closely=True)
         return len(self.unmanaged.notes)
 
 
@@ -85,6 +87,19 @@ def test_updates_that_nothing_has_reduced_are_told(job: Job, backward: Callable[
     assert all("DDP has not reduced (under no_sync())" in note for note in job.unmanaged.notes)
 
 
+def test_samples_of_the_last_steps_say_whether_ranks_have_the_same_weights(job: Job) -> None:
+    for _ in range(6):
+        averaged_by_hand(job)
+        job.update(job.first)
+        job.end_step()
+    assert [*job.samples] == ["weights_3", "weights_4", "weights_5", "weights_6"]
+    assert len({*job.samples.values()}) == 1, "the weights have not moved"
+    with torch.no_grad():
+        job.first.module.weight[0, 0] += 1
+    job.end_step()
+    assert job.samples["weights_7"] != job.samples["weights_6"]
+
+
 def test_the_update_of_another_model_is_not_meant(job: Job) -> None:
     """A GAN whose generator's loss goes through the critic, which is under no_sync() there."""
     job.forward(job.second, reduces=True).backward()
@@ -107,9 +122,9 @@ def test_a_forward_that_reduces_by_itself_is_not_meant(one_rank_group: None) -> 
     ddp = DistributedDataParallel(Trains(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     unmanaged = Unmanaged("error")
-    updates = UnreducedUpdates(ddp_modules({"model": ddp}), unmanaged)
+    updates = UnreducedUpdates(ddp_modules({"model": ddp}), unmanaged, {})
     for _ in range(3):
         ddp(torch.ones(1, 2))
         ddp.require_backward_grad_sync = True
-        updates.at_boundary()
+        updates.at_boundary(1, closely=True)
     assert not unmanaged.notes

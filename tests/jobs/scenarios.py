@@ -325,6 +325,21 @@ class RankZeroAverages(Training):
                 self.average.weight.lerp_(self.network.head.weight, 0.1)
 
 
+class LocalSgd(Training):
+    """Each rank trains by itself, and all average their weights in each fourth step; the loss in each one."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with self.model.no_sync():
+            loss = super().loss(batch)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+    def after(self, step: int, loss: torch.Tensor) -> None:
+        if step % 4 == 0:
+            for parameter in self.network.parameters():
+                dist.all_reduce(parameter.data.div_(self.world_size))
+
+
 class OwnAverages(Training):
     """Two averages. One is copied before DDP gives all ranks the weights of rank 0, as DeiT has it; one behind that."""
 

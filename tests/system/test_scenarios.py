@@ -109,7 +109,7 @@ def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(
 @drill
 def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, uninterrupted: Uninterrupted) -> None:
     _, resumed = killed_by_hand(tmp_path, "own_losses", "1:5:end", 5)
-    told = resumed.matches(rf"WARNING rank 1 ended .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
+    told = resumed.matches(rf"WARNING rank 1 has no usable .*{MAY_DIFFER}: losses \(differs from rank to rank; this")
     assert len(told) == 1 and "losses" in notes(tmp_path, 1), resumed.report()
     assert_same_end(resumed, uninterrupted(JOB, 2, "own_losses"))  # all else is the rank's own
     assert said(resumed, "LOSSES 1") == ["LOSSES 1 17"], "one of its 18 is lost, and none is rank 0's"
@@ -118,14 +118,20 @@ def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, unint
 @drill
 def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path) -> None:
     _, resumed = killed_by_hand(tmp_path, "rank_zero_dict", "0:5:end", 5)
-    told = rf"WARNING rank 0 ended .*{MAY_DIFFER}: ema \(.*this rank's last known"
+    told = rf"WARNING rank 0 has no usable file .*{MAY_DIFFER}: ema \(.*this rank's last known"
     assert resumed.matches(told) and "ema" in notes(tmp_path, 0), resumed.report()
 
 
 def test_an_average_that_rank_0_alone_updates_is_told_behind_its_death(tmp_path: Path) -> None:
     job = killed_under_agent(tmp_path, "rank_zero_averages", "0:5:boundary")
-    told = r"rank 0 has no file of .* had not kept all .* the weights of (\w+) \(only some ranks change them"
+    told = r"rank 0 has no usable file of .* had not kept all .* the weights of (\w+) \(only some ranks change them"
     assert {m[1] for m in job.matches(told)} == {"average"}, job.report()
+
+
+def test_local_sgd_that_a_collective_hides_is_told_behind_a_death(tmp_path: Path) -> None:
+    _, resumed = killed_by_hand(tmp_path, "local_sgd", "1:7:end", 7)
+    told = rf"WARNING rank 1 has no usable file .*{MAY_DIFFER}: the weights and .* \(each rank has its own"
+    assert resumed.matches(told) and "local SGD" in notes(tmp_path, 1), resumed.report()
 
 
 @drill

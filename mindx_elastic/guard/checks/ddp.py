@@ -4,10 +4,12 @@ The state of hooks (PowerSGD's error feedback, counters of local SGD) is in no m
 named in `stateful`: what was given to ``register_comm_hook`` is refused when it changes. What a hook has elsewhere, in
 an object whose method it is or in its closure, is for the comparison of the next resume.
 
-An update is not reduced where the last forward in front of it was under ``no_sync()``, and no collective was called in
-the step, with which a program would average the gradients itself, or Lightning's manual optimization. Each rank has its
-own state from then on (local SGD), while a job with DDP is taken for one whose ranks have the same: of what they share
-one rank's is kept. A program may begin that at any step, so each update is looked at.
+DDP has not reduced an update where the last forward in front of it was under ``no_sync()``. Then each rank has its own
+state (local SGD), while a job with DDP is taken for one whose ranks have the same, and a killed rank gets another's. A
+program may begin that at any step, so each update is looked at. Where no collective was called in the step, it is told.
+Where one was, it may have averaged the gradients (by hand, or in Lightning's manual optimization), or only a loss for
+the log: from there on digests of some elements of the weights go into this rank's files and into its ring, by step, and
+the start that gives a killed rank another one's file compares those of both.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ from torch.distributed import distributed_c10d as c10d
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.capture.ddp import DdpModules
+from mindx_elastic.capture.weight_samples import sample_of
 from mindx_elastic.core.looks import has_method
 from mindx_elastic.errors import MindxError
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["CommHooks", "UnreducedUpdates"]
+
+_MOST_SAMPLES = 4
+"""That are kept: of two steps in a row at least one shows weights that are averaged every second step, or seldom."""
 
 _KNOWN = ("PowerSGDState", "PostLocalSGDState")
 """torch's own; by name, importing them takes long."""
@@ -81,21 +87,33 @@ def _look(state: object) -> Any:
 class UnreducedUpdates:
     """One per entered guard. Training thread."""
 
-    def __init__(self, ddp: DdpModules, unmanaged: Unmanaged) -> None:
-        self._ddp, self._unmanaged = dict(ddp), unmanaged
+    def __init__(self, ddp: DdpModules, unmanaged: Unmanaged, samples: dict[str, int]) -> None:
+        """`samples`: gets the digests, see `Collector.weight_samples`."""
+        self._ddp, self._unmanaged, self._samples = dict(ddp), unmanaged, samples
         self._updated: list[str] = []
+        self._may_differ: dict[str, torch.nn.Module] = {}
         self._before = _collectives()  # as the step began
 
     def at_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Before an optimizer steps."""
         # DDP sets that in each forward: whether it reduces what the backward brings.
         unreduced = [name for name, module in self._ddp.items() if not module.require_forward_param_sync]
-        if not unreduced or optimizer is None or self._before != _collectives():
+        if not unreduced or optimizer is None:
             return
         changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._updated += [name for name in unreduced if any(id(p) in changed for p in self._ddp[name].parameters())]
+        updated = [name for name in unreduced if any(id(p) in changed for p in self._ddp[name].parameters())]
+        if self._before == _collectives():
+            self._updated += updated
+        else:
+            self._may_differ |= {name: self._ddp[name] for name in updated}
 
-    def at_boundary(self) -> None:
+    def at_boundary(self, step: int, *, closely: bool) -> None:
+        """`closely`: at this one the weights are looked at, which waits for their device."""
+        if self._may_differ and closely:
+            weights = [p for module in self._may_differ.values() for p in module.parameters()]
+            self._samples[f"weights_{step}"] = int(sample_of(weights).digest(), 16) >> 1  # of 63 bits
+            for oldest in list(self._samples)[:-_MOST_SAMPLES]:
+                del self._samples[oldest]
         for name in self._updated:
             self._unmanaged.risk(
                 f"{name}: updates are made with gradients that DDP has not reduced (under no_sync()), nor the program: "
