@@ -18,8 +18,9 @@ def logs_command(
 ) -> None:
     """Show the last 200 lines that each failed rank wrote to stderr, its exception among them.
 
-    The agent keeps them in RUN_DIR/last_lines, one file a rank of its node, of the rank's last failure: also of a rank
-    that failed before it had a guard. What ranks print to stdout is not kept (run --redirects 3 does that).
+    The agent keeps them in RUN_DIR/last_lines, one file a rank of its node, of the rank's last failure before which it
+    wrote any: also of a rank that failed before it had a guard. What ranks print to stdout is not kept (run
+    --redirects 3 does that).
 
     \b
     [bold]Exit code[/bold]
@@ -43,7 +44,8 @@ def logs_command(
     for lines in found:
         typer.echo(printable_block("\n".join([*lines, ""])))
     if not found:
-        of = "no rank" if rank is None else f"rank {rank} has not, or no rank"
-        typer.echo(printable(f"{of} has failed in {path}" if runs else f"no agent has run in {path}"))
+        of = "no rank has" if rank is None else f"rank {rank} has not"
+        none = f"nothing is kept in {path}: {of} failed, or nothing was written to stderr"
+        typer.echo(printable(none if runs else f"no agent has run in {path}"))
         if not runs:
             raise typer.Exit(EXIT_NOTHING)

@@ -116,8 +116,9 @@ def _report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
     pages = read_pages(Path(run.agent_dir)) if is_here else {}
     workers = _workers(pages)
     resumed = [worker["resumed_step"] for worker in workers if worker["step"] >= 0]
-    if run.records and run.records[-1].resumed_step is None and resumed:
-        run.records[-1].resumed_step = min(resumed)  # its record says so at its end
+    last = run.records[-1] if run.records else None
+    if last is not None and last.resumed_step is None and resumed and not last.in_place:
+        last.resumed_step = min(resumed)  # its record says so at its end; a recovery in place has changed the pages
     return {
         **report,
         "agent": agent,

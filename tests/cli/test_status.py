@@ -160,6 +160,10 @@ def test_its_workers_and_what_would_be_lost(
     assert "rank 1: killed by \\x1b[31mSIGKILL" in text and "1 failure, 0 steps lost" in text and "\x1b" not in text
     assert re.search(r"^1 +3 +4 +- +running", text, re.MULTILINE), "attempt, ranks, from, to"
     assert "hang: rank 0 hangs" in text
+    log = EventLog(run_dir / "events.jsonl", attempt=1)
+    log.emit("rejoin", outcome="in place", generation=1, cause="killed", ranks=[10], step=26)
+    text = run("status", run_dir).stdout
+    assert re.search(r"^1 +3 +- +- +running; 1 rec", text, re.MULTILINE), "the pages say where all went on in place"
     write(tmp_path / "ckpt" / "resnet-1_26.safetensors", step=26)
     outlook = document_of(run, run_dir)["outlook"]
     assert (outlook["disk"]["step"], outlook["disk"]["name"]) == (26, "resnet-1_26.safetensors")
@@ -177,6 +181,8 @@ def test_a_killed_agent(run: Run, run_dir: Path, dead_pid: int) -> None:
     start_agent(run_dir, dead_pid).emit("attempt_start", attempt=0, pid=dead_pid)
     lines = run("status", run_dir).stdout.splitlines()
     assert "is gone without recording its end: it was killed" in lines[0] and "no end recorded" in "".join(lines[1:])
+    said = run("logs", run_dir, "--rank", 1).stdout
+    assert said == f"nothing is kept in {run_dir}: rank 1 has not failed, or nothing was written to stderr\n"
 
 
 def test_an_agent_that_ends_while_its_log_is_read(run: Run, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
