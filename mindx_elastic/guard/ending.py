@@ -24,6 +24,7 @@ from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.stop_save import GATE_S
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.prove.play_on import Overlap
+from mindx_elastic.rejoin.failures import comes_from_failure
 
 __all__ = ["GuardEnding"]
 
@@ -135,7 +136,9 @@ class GuardEnding:
         self._stopper.on_exception(error)
         self._drop_refused()
         alarm = self._stopper.alarm
-        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
+        own = alarm is None or isinstance(error, UnmanagedStateError)
+        if alarm is not None and alarm.kind == "exception":  # the rank of a peer's has also left its collectives
+            own = own or alarm.origin == self._stopper.ranks.rank or not comes_from_failure(error)
         if alarm is not None and not own:
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic.errors import GracefulExit
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard import saver as saving
 from mindx_elastic.guard.ending import GuardEnding
 from mindx_elastic.persist.catalog import read_entries
@@ -121,7 +121,16 @@ class Left(Exception):
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["peer", "signal"])
 def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str, on_device: bool) -> None:
-    alarm = SimpleNamespace(kind=kind, deadline=SimpleNamespace(at=0.0))
+    ending = ending_of(SimpleNamespace(kind=kind, deadline=SimpleNamespace(at=0.0)), on_device)
+    if kind == "peer" and on_device:
+        with pytest.raises(Left, match="may wait for a rank that is gone"):
+            ending.leave()
+    else:
+        assert ending.leave().code == 75
+
+
+def ending_of(alarm: Any, on_device: bool = False) -> GuardEnding:
+    """Of rank 0, after `alarm`."""
     saved: list[str] = []
 
     def leave_behind(alarm: object, why: str) -> None:
@@ -130,6 +139,8 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
 
     stopper: Any = SimpleNamespace(
         alarm=alarm,
+        ranks=SimpleNamespace(rank=0),
+        on_exception=lambda error: None,
         after_save=lambda: saved.append("callbacks"),
         leave_behind=leave_behind,
         exit=lambda: GracefulExit(75, reason="rank 1 is gone", step=3, path=None),
@@ -143,9 +154,26 @@ def test_a_process_whose_device_may_wait_for_a_dead_rank_ends_at_once(kind: str,
     opening: Any = SimpleNamespace(around=around, saver=saver, unmanaged=None, policies=(), periodic=())
     opening.settings, opening.start = SimpleNamespace(final_save=False), SimpleNamespace(step=None)
     loop: Any = None
-    ending = GuardEnding(opening, stopper, listeners, loop, loop, loop)
-    if kind == "peer" and on_device:
-        with pytest.raises(Left, match="may wait for a rank that is gone"):
-            ending.leave()
+    return GuardEnding(opening, stopper, listeners, loop, loop, loop)
+
+
+@pytest.mark.parametrize(
+    ("origin", "error", "is_own"),
+    [
+        (1, RuntimeError("Connection closed by peer"), False),
+        (0, RuntimeError("bad batch"), True),
+        (1, ValueError("bad batch"), True),
+        (1, UnmanagedStateError("bad"), True),
+    ],
+    ids=["of the collective", "of this rank", "of all ranks", "a refusal"],
+)
+def test_a_collective_that_another_ranks_exception_breaks_is_no_failure_of_this_one(
+    origin: int, error: Exception, is_own: bool
+) -> None:
+    ending = ending_of(SimpleNamespace(kind="exception", origin=origin, deadline=SimpleNamespace(at=0.0)))
+    if is_own:
+        ending.fail(3, error)  # which the caller raises
     else:
-        assert ending.leave().code == 75
+        with pytest.raises(GracefulExit) as left:
+            ending.fail(3, error)
+        assert left.value.code == 75
