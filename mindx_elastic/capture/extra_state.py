@@ -11,7 +11,8 @@ changed before the boundary or after it, and says so.
 
 After ``zero_grad(set_to_none=False)`` a parameter that the next step leaves out has a gradient of zeros, with which an
 optimizer updates it (momentum, weight decay); without one it would not. So which gradients there are is a flag, too. It
-is not told: after the boundary gradients come and go.
+is not told: after the boundary gradients come and go. A program that takes them away (``set_to_none=True``) may do that
+behind the boundary, where a resume does not come: once that was seen, none are kept.
 
 Buffers are state where a training changes them or makes them at random: small ones are kept, large ones (a mask, a
 table) once they have changed.
@@ -83,6 +84,7 @@ class Flags:
         self.seen: list[bool] = []
         """As of the boundary that counts, as far as it has been looked at. Never changed in place."""
         self._gradients: set[int] = set()  # the parameters with one, by id
+        self._takes_gradients = False  # the program has taken one away that was here at an earlier look
         self.follow(parameters)
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -99,10 +101,14 @@ class Flags:
     def copy(self) -> None:
         """Read them as they are now."""
         self.seen = [*map(_training, self._attributes), *map(_requires_grad, self._tensors)]  # `look`, without a call
-        self._gradients = gradients = set[int]()
+        before, self._gradients = self._gradients, set[int]()
         for t in self._tensors:
-            if t.is_leaf and (gradient := t.grad) is not None and not gradient.is_sparse:
-                gradients.add(id(t))
+            if not t.is_leaf or not t.requires_grad:
+                continue
+            if (gradient := t.grad) is None:
+                self._takes_gradients = self._takes_gradients or id(t) in before
+            elif not gradient.is_sparse:
+                self._gradients.add(id(t))
 
     def look(self) -> list[bool]:
         """As they are now, in the form of `seen`."""
@@ -124,12 +130,13 @@ class Flags:
         training = dict(zip(self._names, self.seen, strict=False))
         trainable = {id(t): flag for t, flag in zip(self._tensors, self.seen[len(self._modules) :], strict=True)}
         named = {name: trainable[id(p)] and p.is_leaf for name, p in self._parameters.items()}
+        kept = set[int]() if self._takes_gradients else self._gradients
         return {
             "training": [name for name, flag in training.items() if flag],
             "eval": [name for name, flag in training.items() if not flag],
             "trainable": [name for name, flag in named.items() if flag],
             "frozen": [name for name, flag in named.items() if not flag],
-            "gradients": [name for name, p in self._parameters.items() if named[name] and id(p) in self._gradients],
+            "gradients": [name for name, p in self._parameters.items() if named[name] and id(p) in kept],
         }
 
     def load(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -146,6 +153,7 @@ class Flags:
         if (kept := state.get("gradients")) is not None:  # not in files of older versions
             _set_gradients({name: p for name, p in self._parameters.items() if p.requires_grad and p.is_leaf}, kept)
         self._lead_wrappers()
+        self._gradients = set()  # what is gone now, the load has taken
         self.copy()
         return changed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,14 +43,30 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+_is_paused = False
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """What is done for each of thousands of tensors makes thousands of objects, and each makes Python look for garbage
-    sooner, in all objects of the process: half of the time of entering a guard, of a save and of a load."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    sooner, in all objects of the process: half of the time of entering a guard, of a save and of a load. A worker that
+    a loader forks meanwhile collects as ever."""
+    global _is_paused
+    if not gc.isenabled():  # the program's business, or it is paused
+        yield
+        return
     try:
+        _is_paused = True
+        gc.disable()
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
+        _is_paused = False
+
+
+def _go_on_in_child() -> None:
+    if _is_paused:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_go_on_in_child)

@@ -99,6 +99,21 @@ def test_a_layer_that_has_kept_its_gradient(how: str) -> None:
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
+def test_gradients_that_the_program_takes_away_behind_the_boundary_are_not_made_again() -> None:
+    """As `zero_grad()` after `step_end()` does: a resume does not come there, and a layer that its step leaves out has
+    none."""
+    model = network(1)
+    writer = Collector({"model": model})
+    for step in (1, 2):
+        model[step % 2](torch.rand(4, 2 + step % 2)).pow(2).sum().backward()
+        writer.copy(Position(step=step))
+        saved = through_format(writer.state())
+        model.zero_grad()
+    again = network(2)
+    Collector({"model": again}).load_flags(saved)
+    assert all(p.grad is None for p in again.parameters())
+
+
 def test_the_places_of_parameters_in_the_states_of_others() -> None:
     kept, copied = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
     states = {"ema": {"weights": [copied.detach().clone(), kept.detach()]}, "plain": {"weight": kept.data}}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from mindx_elastic.core.tensor_memory import memory_of
+from mindx_elastic.core.tensor_memory import memory_of, without_collections
 from mindx_elastic.persist.packer import SectionPacker
 from mindx_elastic.prove.digests import digest
 
@@ -55,3 +57,21 @@ def test_no_other_file_asks_for_numpy() -> None:
         str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if re.search(r"\.numpy\(", path.read_text())
     }
     assert found - OWN == {"core/tensor_memory.py"}, "use core.tensor_memory.memory_of for tensors of the program"
+
+
+def test_the_search_for_garbage_is_paused_here_alone_and_goes_on_as_before() -> None:
+    """A loader may fork its workers meanwhile, as that of torchdata does when it is asked for its state."""
+    with suppress(KeyError), without_collections(), without_collections():
+        assert not gc.isenabled()
+        if not (child := os.fork()):
+            os._exit(gc.isenabled())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
