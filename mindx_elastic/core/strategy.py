@@ -144,13 +144,13 @@ class Strategy:
         return frozenset(rank for group in self.classes for rank in group.layout.ranks)
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that hold the same parts of everything; ascending, and so are the ranks in each."""
-        layouts = [group.layout for group in self.classes]
+        """The ranks that hold the same parts of everything; ascending, and so are the ranks in each. What markers say
+        that some of them hold besides does not count."""
+        layouts = [group.layout for group in self.classes if not group.is_marker or group.layout.splitting]
         if layouts and all(layout.ranks == layouts[0].ranks and not layout.splitting for layout in layouts):
             return [tuple(sorted(layouts[0].ranks))]  # DDP: worlds of any size at once
         parts: dict[int, list[tuple[int, int]]] = {}
-        for number, group in enumerate(self.classes):
-            layout = group.layout
+        for number, layout in enumerate(layouts):
             for rank, shard in zip(layout.ranks, layout.shard_ids, strict=True):
                 parts.setdefault(rank, []).append((number, shard))
         groups: dict[tuple[tuple[int, int], ...], list[int]] = {}

@@ -131,7 +131,19 @@ class Candidate:
             self._check_layouts()
             self._assign_new_parts()
         else:
+            self._check_objects()
             self._assign_same_parts()
+
+    def _check_objects(self) -> None:
+        """Raises UsageError for an object that went with the ranks without a file: those of older versions do not say
+        which ranks alone hold it."""
+        absent = [rank for rank in range(self.world_size) if rank not in self._files]
+        if not absent or "" in self._source.by_name:
+            return
+        there = {spec.name.partition(".")[0] for spec in self._source.tensors}
+        own = [spec for spec in self._target.tensors if not spec.is_marker and not spec.parameter]
+        if lost := [spec.name for spec in own if spec.name.partition(".")[0] not in there]:
+            raise UsageError(f"{listed(lost, 1)}: in none of its files, and {rank_list(absent)} left none")
 
     def _check_layouts(self) -> None:
         """Raises UsageError where the files do not fit the program (of files that are read whole, `load` tells it), and
@@ -209,8 +221,10 @@ class Candidate:
                 continue
             groups = groups or {r: group for group in self._source.replica_groups() for r in group}
             group = groups.get(rank, (rank,))
-            healthy_first = sorted(group, key=lambda r: (r in self._context.faults, r))
-            donors = [file for r in healthy_first if (file := self._file(r, rank)) is not None]
+            alone = _held_besides(self._source, rank)
+            first = sorted(group, key=lambda r: (r in self._context.faults, r))
+            able = [(_held_besides(self._source, r), file) for r in first if (file := self._file(r, rank)) is not None]
+            donors = [file for theirs, file in able if theirs == alone] or [f for theirs, f in able if theirs > alone]
             if donors:
                 turn = turns[group] = turns.get(group, -1) + 1
                 self._shares.append(self._whole(rank, donors[turn % len(donors)]))
@@ -379,6 +393,12 @@ def _same_parts(source: Strategy, target: Strategy) -> bool:
         for spec in target.tensors
         if spec.name in source.by_name and not spec.is_marker
     )
+
+
+def _held_besides(strategy: Strategy, rank: int) -> frozenset[int]:
+    """The classes, by number, of what only some ranks hold, `rank` among them, though by its layout others do."""
+    markers = ((n, g.layout) for n, g in enumerate(strategy.classes) if g.is_marker and not g.layout.splitting)
+    return frozenset(number for number, layout in markers if rank in layout)
 
 
 def _held_alone(old: Sequence[TensorSpec], new: TensorSpec) -> bool:

@@ -50,21 +50,21 @@ def test_parts_of_other_sizes_are_refused_on_all_ranks() -> None:
     assert all(target.tensors[0].shape == (12, 2) for target in targets(rows(4), [(3, 2)] * 4))
 
 
-def write_files(root: Path, holders: set[int]) -> list[Any]:
-    """Of three DDP ranks, of which these also have an average."""
+def write_files(root: Path, holders: set[int], world_size: int = 3) -> list[Any]:
+    """Of DDP ranks, of which these also have an average."""
 
     def save(rank: int, exchange: Any) -> None:
         parts = {"model": Part((2, 2)), **({"ema": Part((2, 2))} if rank in holders else {})}
         collector = Collector(parts)
-        collector.set_parallel_setup(ParallelSetup(rank, 3, range(3)))
-        target = own_target(collector, RankInfo(rank=rank, world_size=3))
+        collector.set_parallel_setup(ParallelSetup(rank, world_size, range(world_size)))
+        target = own_target(collector, RankInfo(rank=rank, world_size=world_size))
         meet(exchange, "plan", [JobLayouts(exchange, target, collector.layouts.set_job_layouts)])
         path = root / f"rank_{rank}" / "job-1_7.safetensors"
         path.parent.mkdir(parents=True)
         state = {name: dict(part.state_dict()) for name, part in parts.items()}
-        write_checkpoint(path, state, info_of(7, world_size=3, rank=rank), layout=collector.layout())
+        write_checkpoint(path, state, info_of(7, world_size=world_size, rank=rank), layout=collector.layout())
 
-    return on_all_ranks(3, save)
+    return on_all_ranks(world_size, save)
 
 
 @pytest.mark.parametrize(("holders", "lost"), [({0}, 0), ({0, 2}, 0), ({0, 1, 2}, 0), ({0}, 1), ({2}, 2)])
@@ -83,3 +83,13 @@ def test_what_some_ranks_hold_alone_is_known_by_the_files_of_the_others(
         assert plan.ranks[lost].donor in (holders - {lost} if lost in holders else {0, 1, 2} - holders)
     fewer = look_alone(tmp_path).plan(World(2))
     assert isinstance(fewer, Refusal) or not any(share.assembled for share in fewer.ranks), "any file will do"
+
+
+def test_the_file_of_a_rank_that_holds_more_is_taken_whole(tmp_path: Path) -> None:
+    """As parts it would come without its parameters' names, and no dying save would do for the platform."""
+    assert write_files(tmp_path, {0}, 2) == [None] * 2
+    (tmp_path / "rank_1" / "job-1_7.safetensors").unlink()
+    plan = look_alone(tmp_path).plan(World(2))
+    assert not isinstance(plan, Refusal)
+    assert plan.ranks[1].donor == 0 and not plan.ranks[1].assembled
+    assert plan.source.replica_groups() == [(0, 1)]

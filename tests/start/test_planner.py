@@ -102,13 +102,24 @@ def test_it_falls_back_step_by_step_and_says_why() -> None:
     ]
 
 
+def test_what_a_rank_of_an_older_version_alone_has_goes_with_it_to_an_older_step_and_is_no_other_program() -> None:
+    others = replicated(3, {"model.w": (8, 4)}, "F32")
+    program = replicated(3, {"model.w": (8, 4), "ema.w": (8, 4)}, "F32")  # as rank 0 tells it: no other has an average
+    newest = files([1, 2], 12, others)
+    plan = plan_of([*newest, file(0, 10, program), *files([1, 2], 10, others)], World(3, program))
+    assert plan.step == 10
+    refusal = refusal_of(newest, World(3, program))
+    assert not refusal.is_other_program
+    assert refusal.reasons[0].reason == "ema.w: in none of its files, and rank 0 left none"
+
+
 def test_another_program_is_refused_and_names_that_the_files_own_program_gave_are_left_to_the_load() -> None:
     """`torch.nn.utils.prune` calls a parameter ``weight_orig`` from the step on in which the program prunes it."""
-    others = replicated(3, {"w": (8, 4)}, "F32")
-    another = World(3, replicated(3, {"w": (8, 5)}, "F32"))
+    others = replicated(3, {"model.w": (8, 4)}, "F32")
+    another = World(3, replicated(3, {"model.w": (8, 5)}, "F32"))
     assert refusal_of(files([1, 2], 12, others), another).is_other_program
     assert refusal_of(files(range(3), 12, others), another).is_other_program
-    pruned = replicated(3, {"w_orig": (8, 4)}, "F32")
+    pruned = replicated(3, {"model.w_orig": (8, 4)}, "F32")
     assert plan_of([*files([1, 2], 12, pruned), *files(range(3), 2, others)], World(3, others)).step == 12
 
 
