@@ -224,7 +224,7 @@ class Comparison(_Notes):
             logger.warning(told, step, lost, NOT_GOT_BACK, also)
         elif self._seen.ranks.rank == 0 or others:
             told = "verified: step %d is the one of the stopped process, and so are %d variables%s"
-            logger.info(told, step, num_equal, also)
+            logger.info(told, step, num_equal, also and f"{also}; {NOT_GOT_BACK}")
 
     def _other_software(self) -> str:
         """What may explain other bits."""

@@ -352,6 +352,33 @@ def test_what_changes_between_epochs_is_told_before_the_next_one_and_at_a_resume
     assert "stopper.rates" in others
 
 
+def test_an_average_of_every_second_step_that_has_begun_anew_is_told_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step that is compared does not change it, and the process was stopped before it had looked for such."""
+    caplog.set_level(logging.INFO, "mindx_elastic")
+
+    def stopped_in(stop: int) -> Loop:
+        average = SimpleNamespace(updates=0)
+
+        def averaging(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+            for _ in guard.epochs(1):
+                for batch in loader:
+                    if guard.step + 1 == stop:
+                        stop_and_wait(SimpleNamespace(guard=guard))  # type: ignore[arg-type]
+                    average.updates += guard.step % 2
+                    model.forwards = 0  # type: ignore[assignment]  # or it would be told as well
+                    train(guard, model, optimizer, batch)
+
+        return averaging
+
+    with pytest.raises(GracefulExit):
+        run(tmp_path, stopped_in(4), num_samples=40)
+    run(tmp_path, stopped_in(0), num_samples=40)
+    (line,) = [record.getMessage() for record in caplog.records if "verified: step 5" in record.getMessage()]
+    assert "average.updates (2, now 0); if what comes later reads them, keep them" in line
+
+
 def test_what_only_the_first_step_sets_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a scale that is taken from the first batch: no later boundary shows it."""
     caplog.set_level(logging.INFO, "mindx_elastic")
