@@ -360,27 +360,28 @@ def test_averaged_weights_that_an_exception_leaves_in_the_model_are_not_saved(
     assert not [*tmp_path.glob("*.safetensors")]
 
 
-@pytest.mark.parametrize("end", ["a break", "an exception"])
+@pytest.mark.parametrize("end", ["a break", "an exception", "the end of a trainer's own epochs"])
 def test_modes_are_those_of_the_boundary_where_an_evaluation_ends_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     """As in early stopping, with a part that was frozen a few steps before."""
 
     def loop(p: Program) -> None:
-        for epoch in p.guard.epochs(EPOCHS + 1):
+        by_itself = range(1, EPOCHS + 1)
+        for epoch in by_itself if end.startswith("the end") else p.guard.epochs(EPOCHS + 1):
             for batch in p.loader:
                 p.step(*batch)
                 p.guard.step_end()
                 if p.guard.step == LAST - 2:
                     p.network[1].eval()
             p.network.eval()
-            if epoch == EPOCHS and end == "a break":
+            if epoch == EPOCHS and end != "an exception":
                 break
             if epoch == EPOCHS:
                 raise ValueError("in the evaluation")
             p.network.train()
 
-    if end == "a break":
+    if end != "an exception":
         run(loop, tmp_path)
     else:
         with pytest.raises(ValueError, match="in the evaluation"):

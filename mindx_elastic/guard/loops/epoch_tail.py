@@ -371,8 +371,7 @@ class EpochTail:
         is_unforeseen = self.may_go_on
         if is_unforeseen:
             self._wait()
-        if self.is_pending:
-            self._collector.read_flags()  # the tail may evaluate, and an exception or a `break` may end it
+        self._collector.read_flags()  # the code that follows may evaluate, and end the training
         if self._values:
             self.put_back(sys._getframe(1))
         # Code after `step_end` may have counted the last step, or bound the loss that a function with `step_end` gives.
