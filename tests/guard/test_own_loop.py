@@ -105,7 +105,7 @@ def test_a_loop_that_asks_for_more_batches_than_are_left_is_explained(
     with pytest.raises(StopIteration), p.guard:
         loop(p, is_corrected=False)
     assert "has asked for more batches than are left. If it counts by itself" in caplog.text
-    assert "If it makes the iterator where next() has failed, make it before the loop" in caplog.text
+    assert "Make an iterator before the loop, not where next() has failed" in caplog.text
     p = Program(tmp_path)
     with p.guard:
         loop(p, is_corrected=True)

@@ -176,9 +176,9 @@ class Loops:
         if isinstance(error, StopIteration) and self._first and self.epoch == self._resumed_epoch:
             return (
                 f"epoch {self.epoch} was resumed, and its loop has asked for more batches than are left. If it counts "
-                "by itself, write for step in guard.steps(len(loader), start=0): there. If it makes the iterator where "
-                "next() has failed, make it before the loop. In place of itertools.cycle(loader) use a generator with "
-                "`while True: yield from loader`"
+                "by itself, write for step in guard.steps(len(loader), start=0): there. Make an iterator before the "
+                "loop, not where next() has failed. For itertools.cycle(loader) write a generator with `while True: "
+                "yield from loader`"
             )
         if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
             return ""
