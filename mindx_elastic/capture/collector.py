@@ -481,7 +481,8 @@ class Collector:
         made = dict(own)
         for name, component in self.components.items():
             if isinstance(component, ModuleComponent):
-                rest = {place: value for place, value in own[name].items() if place not in component.named}
+                named = component.named
+                rest = {place: value for place, value in own[name].items() if place not in named}
                 made[name] = {**state[name], **rest}
             elif isinstance(component, OptimizerComponent):
                 made[name] = {**state[name], "param_groups": own[name]["param_groups"]}
@@ -588,8 +589,7 @@ class Collector:
             f"{name}: its parameters are registered in another order than in the run that wrote the checkpoint. They "
             "are matched by name; what goes by their place (an average's list, the sum of clip_grad_norm_) may differ"
             for name, module in self._modules.items()
-            if isinstance(state[name], Mapping)
-            and [n for n in state[name] if n in module.named] != [n for n in module.named if n in state[name]]
+            if isinstance(state[name], Mapping) and _differ_in_order(state[name], module.named)
         ]
         for name, optimizer in self._optimizers.items():
             own, names = state[name], layout.get("parameters", {}).get(name)
@@ -657,3 +657,8 @@ def _inside(target: object) -> Iterator[object]:
         yield from target.modules()
     elif isinstance(target, torch.optim.Optimizer):
         yield target
+
+
+def _differ_in_order(some: Collection[str], others: Collection[str]) -> bool:
+    """Whether the names that both have come in another order."""
+    return [name for name in some if name in others] != [name for name in others if name in some]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.module_component import ModuleComponent
 from mindx_elastic.capture.names import name_targets, places_in_states
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
@@ -47,6 +48,27 @@ def test_load_puts_back_everything_and_names_what_is_not_used() -> None:
     assert (reader.position.step, reader.gradient_order) == (7, {"model": [1, 0]})
     reader.gradient_order["model"].append(2)
     assert saved["gradient_order"] == {"model": [1, 0]}
+
+
+def test_parameters_are_not_looked_up_for_each_layer_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time reads all tables: thousands of layers took seconds to resume."""
+    looked_up: list[object] = []
+    named: Any = getattr(ModuleComponent.named, "fget")  # noqa: B009
+
+    def count(component: ModuleComponent) -> Any:
+        looked_up.append(component)
+        return named(component)
+
+    def times(num_layers: int) -> int:
+        collector = Collector({"model": nn.Sequential(*[nn.Linear(1, 1) for _ in range(num_layers)])})
+        saved = through_format(collector.state())
+        looked_up.clear()
+        collector.with_weights_of(saved, saved)
+        collector.load(saved)
+        return len(looked_up)
+
+    monkeypatch.setattr(ModuleComponent, "named", property(count))
+    assert times(2) == times(20) > 0
 
 
 def test_a_missing_part_is_an_error_before_anything_changes() -> None:
