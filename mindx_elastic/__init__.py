@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.core.first_process import end_on_sigterm as _end_on_sigterm
+from mindx_elastic.core.ports import provide as _provide
 
 if TYPE_CHECKING:
     from mindx_elastic import cluster as cluster
@@ -76,4 +77,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_provide("observers", "mindx_elastic.prove.observers")
 _end_on_sigterm()

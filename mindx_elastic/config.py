@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -68,8 +69,12 @@ def _text(env: Mapping[str, str], name: str) -> str:
     return env.get(name, "").strip()
 
 
+def _read_word(env: Mapping[str, str], name: str, default: str) -> str:
+    return env.get(name, "").strip() or default
+
+
 def _word(name: str, default: str = "") -> Any:
-    return _from(default, lambda env: _text(env, name) or default)
+    return _from(default, partial(_read_word, name=name, default=default))
 
 
 def _path(name: str, default: Path | None = None) -> Any:
@@ -97,9 +102,9 @@ def _read_number(
     return value
 
 
-def _number(name: str, default: float, **bounds: float) -> Any:
+def _number(name: str, default: float, low: float = -math.inf, high: float = math.inf) -> Any:
     """A whole number where the `default` is one."""
-    return _from(default, lambda env: _read_number(env, name, default, **bounds))
+    return _from(default, partial(_read_number, name=name, default=default, low=low, high=high))
 
 
 def _read_one_of(env: Mapping[str, str], name: str, values: Sequence[str]) -> str:
@@ -111,7 +116,7 @@ def _read_one_of(env: Mapping[str, str], name: str, values: Sequence[str]) -> st
 
 def _one_of(name: str, *values: str) -> Any:
     """The first of `values` is the default; it may be empty."""
-    return _from(values[0], lambda env: _read_one_of(env, name, values))
+    return _from(values[0], partial(_read_one_of, name=name, values=values))
 
 
 def _switch(name: str, off: str, on: str, *, default: bool = False) -> Any:

@@ -211,10 +211,12 @@ def test_no_modules_import_each_other() -> None:
     assert not import_circles(MODULES)
 
 
-@pytest.mark.parametrize(("room", "foreign"), [("guard", ("drill", "cluster")), ("guard.checks", ("guard.loops",))])
+@pytest.mark.parametrize(
+    ("room", "foreign"), [("guard", ("prove", "drill", "cluster")), ("guard.checks", ("guard.loops",))]
+)
 def test_a_room_does_not_import_what_is_built_around_it(room: str, foreign: tuple[str, ...]) -> None:
-    """What breaks a rank or keeps a cluster is not part of a guard; what the checks and the loops both read of a
-    program's frames is with the checks."""
+    """What looks at the guard's steps, breaks a rank or keeps a cluster knows the guard by a port; what the checks and
+    the loops both read of a program's source is with the checks."""
     inside = [module for module in MODULES if f"{module.name}.".startswith(f"{PACKAGE}.{room}.")]
     outside = tuple(f"{PACKAGE}.{name}" for name in foreign)
     assert inside

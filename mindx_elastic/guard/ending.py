@@ -20,10 +20,10 @@ from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops
+from mindx_elastic.guard.observers import Overlap
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.stop_save import GATE_S
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.prove.play_on import Overlap
 from mindx_elastic.rejoin.failures import comes_from_failure
 
 __all__ = ["GuardEnding"]

@@ -37,14 +37,13 @@ from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.between_steps import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, NumberedBatches
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.running import EnterAgain, InPlaceGuard, run_in_place, tell_of_block
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.prove.play_on import Overlap
-from mindx_elastic.prove.proof_witness import open_proof
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
@@ -237,7 +236,7 @@ class Guard(LayeredGuard):
     def _prepare(self, stack: ExitStack, *, is_ahead: bool = False) -> Opening:
         """Do what needs no other rank. `stack` closes everything in reverse order."""
         options, targets, loaders = self._options, self._targets, self._loaders
-        return Opening(stack, options, self._ranks, targets, loaders, open_proof, self._place, is_ahead=is_ahead)
+        return Opening(stack, options, self._ranks, targets, loaders, self._place, is_ahead=is_ahead)
 
     def _open(self, stack: ExitStack, opening: Opening) -> None:
         """Do what all ranks do together. `stack` closes everything in reverse order."""
@@ -276,7 +275,7 @@ class Guard(LayeredGuard):
             counter=self._loops,
             begins_again=self._place is not None and self._place.entry is not None,
         )
-        self._overlap = Overlap(
+        self._overlap = observers().open_overlap(
             stack,
             opening,
             self.stopper,
@@ -458,7 +457,10 @@ class Guard(LayeredGuard):
         if is_inside:
             self._boundaries.inside_window()
         if position is not None:
-            self._overlap.copy() if self._overlap.is_playing else self._boundaries.cut(position)
+            if self._overlap.is_playing:
+                self._overlap.copy()
+            else:
+                self._boundaries.cut(position)
             if retake and self._around.memory is not None and not self._overlap.is_playing:
                 self._around.memory.keep_boundary()
         elif not self._known:
@@ -512,7 +514,10 @@ class Guard(LayeredGuard):
         if self._boundaries.is_inside_accumulation():
             return
         self._cut = self._known = True
-        self._overlap.copy() if self._overlap.is_playing else self._boundaries.cut(self._loops.position)
+        if self._overlap.is_playing:
+            self._overlap.copy()
+        else:
+            self._boundaries.cut(self._loops.position)
         self.finish_step()
 
     def _pass_tail(self) -> None:

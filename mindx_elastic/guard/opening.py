@@ -7,7 +7,7 @@ it all, once the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -21,13 +21,14 @@ from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp import BufferBroadcasts, ddp_modules, outermost_replicas, replica_ranks
 from mindx_elastic.capture.layouts import ByHand, ParallelSetup
-from mindx_elastic.config import RankInfo, RedundancySettings, RejoinSettings, SavingSettings
+from mindx_elastic.config import ProveSettings, RankInfo, RedundancySettings, RejoinSettings, SavingSettings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.active import check_that_one_may_enter
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.divided_saves import DividedSaves, SavesPart, UnevenModules
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.periodic import PeriodicSave
 from mindx_elastic.guard.policy import job_names
@@ -58,20 +59,18 @@ class Opening:
         ranks: RankInfo,
         targets: Mapping[str, Any],
         loaders: Loaders,
-        open_proof: Callable[[RankInfo], Any],
         place: InPlaceGuard | None = None,
         *,
         is_ahead: bool = False,
     ) -> None:
-        """Open what needs no other rank. Raises what `Guard` raises on entering. `open_proof`: see `proof`. `place`: in
-        recoveries in place. `is_ahead`: the other ranks are not out yet. They must not wait, so what may take its
-        time comes later, and they can hear of what is raised only later: `meet` raises it."""
+        """Open what needs no other rank. Raises what `Guard` raises on entering. `place`: in recoveries in place.
+        `is_ahead`: the other ranks are not out yet. They must not wait, so what may take its time comes later, and they
+        can hear of what is raised only later: `meet` raises it."""
         self._is_ahead = is_ahead
         self._problem: Exception | None = None
         self._place, self._is_again = place, place is not None and place.is_again
         self._entry: GuardEntry | None = None
         self.options, self._ranks, self.targets = options, ranks, targets
-        self._open_proof = open_proof
         try:
             self._prepare(stack, loaders)
         except Exception as error:
@@ -89,8 +88,8 @@ class Opening:
         self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
         """The guard says itself that it does not train."""
         self._open_log(stack)
-        self.proof = self._open_proof(ranks)
-        """What looks at a run under `prove` or `drill`, which has its own files; None: this is an ordinary run."""
+        self.proof = None if ProveSettings.from_env().control is None else observers().open_proof(ranks)
+        """What looks at a run under `prove` or `drill`; None: this is an ordinary run."""
         self._open_directories(stack)
         loaders.begin(stack, is_again=self._is_again)
         copies = RedundancySettings.from_env().with_copies(self.options.redundancy).copies

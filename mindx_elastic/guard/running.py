@@ -35,10 +35,10 @@ from mindx_elastic.guard.checks.program_variables import look
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.followed_loader import epochs_put_back
 from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.observers import observers
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.prove.variables import Variables
 from mindx_elastic.rejoin import groups, nccl, spare, spare_warmup
 from mindx_elastic.rejoin.before_call import ObjectsBeforeCall, VariablesPart
 from mindx_elastic.rejoin.failures import RejoinFailed, comes_from_failure
@@ -293,8 +293,9 @@ def program_now(kept: Collection[Any], frame: FrameType) -> dict[str, str]:
     """The program's own variables, names and digests. `kept`: what the guard keeps. The program may have a module by
     name that is wrapped in a kept one (``DDP(net)``): its buffers are each rank's own, and kept."""
     buffers = (buffer for each in kept if isinstance(each, nn.Module) for buffer in each.buffers())
-    look = Variables({*map(id, kept), *map(id, buffers)}, positions=True, but=epochs_put_back(kept))
-    return look.of_program(frame)
+    look = observers().Variables({*map(id, kept), *map(id, buffers)}, positions=True, but=epochs_put_back(kept))
+    now: dict[str, str] = look.of_program(frame)
+    return now
 
 
 def tell_of_block(ranks: RankInfo, *, is_layered: bool) -> None:
@@ -328,7 +329,7 @@ def _warm_up(targets: Mapping[str, Any]) -> _AheadOfRank:
     for name in _IMPORTED_LATER:
         importlib.import_module(name)
     capture_rng()
-    Variables(()).of_program(None)  # judges a thousand modules once, whether they are the program's
+    observers().Variables(()).of_program(None)  # judges a thousand modules once, whether they are the program's
     look(None, targets)
     spare_warmup.start_kernels().join()
     known = dict(os.environ)  # not itself, which is asked for the rank

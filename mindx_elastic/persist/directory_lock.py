@@ -231,9 +231,8 @@ class _Taking:
         if self._ranks.local_rank == 0:  # also wait for the higher ranks of a larger predecessor
             other = _first_held(fd, self._ranks.world_size)
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
-                _control(
-                    fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self._ranks.rank, 1
-                )  # it is not ours until those have ended
+                # It is not ours until those have ended.
+                _control(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self._ranks.rank, 1)
                 return holder
         return None
 

@@ -62,7 +62,7 @@ _ALARMS = ("signal", "flag", "fault", "request", REHEARSAL)
 
 
 class Overlap:
-    """One per entered guard. Training thread, but where it says otherwise."""
+    """One per entered guard, see `guard.observers.Overlap`. Training thread, but where it says otherwise."""
 
     def __init__(
         self,
@@ -88,12 +88,8 @@ class Overlap:
         """What keeps a little of each step for the process after a kill; None: no snapshots are taken."""
         self._not_compared: CheckpointInfo | None = None
         """The boundary that was resumed, until the first step is made that nothing is compared with."""
-        self.is_playing = False
-        """The step that is made now is played on."""
-        self.is_at_tail = False
-        """The last boundary was reached after the code that follows its epoch."""
+        self.is_playing = self.is_at_tail = False
         self.scalars: Mapping[str, Any] = {}
-        """What the program has given to the step's `step_end`."""
         self._began, self._interrupts = 0.0, False
         stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
         if proof is not None and not opening.evaluates:
@@ -133,7 +129,6 @@ class Overlap:
     def _look_again(self) -> None:
         is_idle = self._observer is None and self._kept_steps is None and self._not_compared is None
         self.looks = not (is_idle and self._rehearsal.is_over)
-        """`at_boundary` has something to do."""
 
     def _look_for_not_kept(self) -> None:
         """See `Boundaries.look_for_not_kept`. After the first two looks there is one before each of the next epochs,
@@ -222,13 +217,11 @@ class Overlap:
     # --- steps ---
 
     def copy(self) -> None:
-        """Copy the small state at a boundary that is played on; nothing else is kept."""
+        """See `guard.observers.Overlap`."""
         self._boundaries.gate.pass_boundary(self._collector.copy, self._loops.position)
 
     def at_boundary(self, position: Position, *, is_cut: bool, loss: object) -> None:
-        """A step has ended, or the code after an epoch (`is_at_tail`). `is_cut`: with a boundary; not inside an
-        accumulation window. `loss`: as the program gave it. Raises GracefulExit where the step was played on, but
-        inside an accumulation window; ResumeDiffersError."""
+        """See `guard.observers.Overlap`."""
         observer = self._observer
         scalars, self.scalars = self.scalars, {}
         if (info := self._not_compared) is not None:
@@ -258,13 +251,12 @@ class Overlap:
         self._look_again()
 
     def behind_tail(self) -> None:
-        """The code after an epoch has run since `at_boundary`, and the boundary has what it has changed."""
+        """See `guard.observers.Overlap`."""
         if self._observer is not None:
             self._observer.behind_tail()
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
-        """The block is over. `outcome`: ``finished``, or the exception's class. `notes`: what the guard knows against
-        an exact resume."""
+        """See `guard.observers.Overlap`."""
         if self._observer is not None:
             self._observer.leave(outcome, notes)
         if outcome == "finished" and (info := self._not_compared) is not None:
@@ -272,8 +264,7 @@ class Overlap:
             self._tell_not_compared(info, f"{after}, and code that follows may differ by what is not kept")
 
     def way_out(self, error: BaseException | None) -> BaseException | None:
-        """What leaves the block in place of `error` (None: it has ended by itself): the stop's exit, whatever has
-        happened in a step that is played on."""
+        """See `guard.observers.Overlap`."""
         if not self.is_playing or isinstance(error, GracefulExit):
             return error
         how = "the block has ended" if error is None else f"{type(error).__name__}: {printable(str(error), 200)}"

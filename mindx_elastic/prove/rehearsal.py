@@ -23,7 +23,7 @@ from pathlib import Path
 from mindx_elastic.alarm.alarm import REHEARSAL
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.same_program import SameProgram
+from mindx_elastic.guard.observers import program
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.policy import policies_for
 from mindx_elastic.guard.process_end import shorten_interpreter_exit
@@ -34,7 +34,6 @@ __all__ = ["Rehearsal"]
 
 _HEARD_S = 5.0  # the watcher is told by this process itself
 _MARK = "MINDX_REHEARSED"
-_program = SameProgram()  # as early as a guard can know: before the program has moved to another folder
 _VERDICTS = {
     "verified": "step %d is the one of the stopped process",
     "variables differ": "step %d is equal, but variables were not got back: see the warning above",
@@ -129,7 +128,7 @@ class Rehearsal:
         atexit._run_exitfuncs()
         shorten_interpreter_exit()  # flushes what the program has not closed
         try:
-            _program.begin_again({**_started_with(), _MARK: str(stopper.save.step)})
+            program.begin_again({**_started_with(), _MARK: str(stopper.save.step)})
         except OSError as error:
             logger.error("the program cannot be begun again (%s); start the same command: it goes on", error)
 
