@@ -214,6 +214,11 @@ def _laid_out_anew(case: Case, moment: Moment, empty_parts_count: bool) -> bool:
                 continue
             if before.ravel().tolist() != after.ravel().tolist():
                 return True
-            if empty_parts_count and before.shape != after.shape:
+            if empty_parts_count and _rows(tensor.shape, old, rank) != _rows(tensor.shape, new, rank):
                 return True
     return False
+
+
+def _rows(shape: tuple[int, ...], spread: Spread, rank: int) -> list[list[int]]:
+    """Which ones of each dimension, also where another dimension has none."""
+    return [each.tolist() for each in rows_of(shape, spread, rank) or ()]
