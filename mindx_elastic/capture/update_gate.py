@@ -262,6 +262,11 @@ class UpdateGate:
             self._hopeless = True
             self._changed.notify_all()
 
+    def settle(self) -> None:
+        """Right before a copy that the training thread makes itself, at a boundary: the counters are read there."""
+        with self._lock:
+            self._settle()
+
     def lend(self) -> None:
         """Begin to read for a copy that another thread makes. Training thread, right after a boundary.
 

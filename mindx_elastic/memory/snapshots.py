@@ -126,6 +126,7 @@ class Snapshotter:
         elif self._extra and (self.schedule.synchronous or self._gate.unguarded):
             self._hurry = True
             self.drain()  # the copier's digests: it may have had the last one
+            self._gate.settle()
             self._copy()
             self._hurry = False
         elif self._extra:

@@ -85,10 +85,10 @@ class Worker:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def boundary(self) -> None:
+    def boundary(self, *, closely: bool = True) -> None:
         self.step += 1
         position = Position(self.step, 1, self.step, 100)
-        self.gate.pass_boundary(lambda: self.collector.copy(position))
+        self.gate.pass_boundary(lambda: self.collector.copy(position), closely=closely)
         self.boundaries[self.step] = copy_tree(self.collector.state())
         self.snapshotter.at_boundary(self.step)
 
@@ -217,6 +217,21 @@ def test_a_change_by_hand_during_the_copy_is_never_kept(make: Make, monkeypatch:
     assert worker.outcomes() == [
         "dropped: 1 parameters were changed in place since the boundary, outside any optimizer"
     ]
+
+
+def test_a_step_that_is_not_as_those_before_is_kept_at_its_end(make: Make) -> None:
+    """The counters of its tensors are not as they were worked out (weights that are clipped now and then)."""
+    worker = make(every=1)
+    for step in range(1, 13):
+        worker.forward()
+        worker.update()
+        if step == 10:
+            with torch.no_grad():
+                next(worker.network.parameters()).clamp_(-0.1, 0.1)
+        worker.boundary(closely=step < 5)
+        if step == 10:
+            assert worker.kept() == [9, 10]
+    assert worker.outcomes() == []
 
 
 def test_a_program_that_updates_by_hand_gets_its_copies_before_the_step_ends(make: Make) -> None:
