@@ -37,6 +37,7 @@ PURE = [
         "agent/hang.py",
         "agent/places.py",
         "agent/restarts.py",
+        "agent/slow.py",
         "agreement/stop_step.py",
         "cluster/messages.py",
         "cluster/table.py",
@@ -47,6 +48,7 @@ PURE = [
     *(
         "core/layout.py",
         "core/moment.py",
+        "core/pace.py",
         "core/position.py",
         "core/rank_lists.py",
         "core/strategy.py",

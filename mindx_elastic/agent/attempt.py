@@ -30,11 +30,13 @@ from mindx_elastic.agent.hang import HangWatch, Stuck, is_between_steps
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.nodes import Membership
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
+from mindx_elastic.agent.slow import SlowWatch
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.pace import paces_of, slow_ranks
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
@@ -50,6 +52,8 @@ _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its wa
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
 _LEAVING_S = 3.0  # how long a rank that has saved may take to exit after the grace period
 _UNKILLABLE_S = 15.0
+_SAMPLES = 5  # of a slow rank's stacks, one a look: it is somewhere else in each
+_MOST_PACES = 64  # of a node, in a message
 _STOPPED = " (stopped, as by SIGSTOP)"
 
 
@@ -60,6 +64,7 @@ class AttemptContext:
     folder: AgentFolder
     inbox: SignalInbox
     hang: HangWatch
+    slow: SlowWatch
     stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
@@ -101,6 +106,8 @@ class Attempt:
         self._stuck: dict[int, tuple[str, float]] = {}
         """Ranks that were killed because they were stuck, the cause, and since when, where others may live on."""
         self._killed_at = -math.inf  # when the last of them were
+        self._samples: dict[int, int] = {}
+        """How often the stacks of slow ranks are still to be written."""
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
@@ -162,6 +169,7 @@ class Attempt:
         if event is not None:
             self._hear_fault(event)
             return
+        self._look_at_pace(statuses)
         stuck = self._context.hang.observe(statuses, time.monotonic_ns())
         announcement = self._context.hang.announcement
         if announcement:
@@ -170,6 +178,26 @@ class Attempt:
         waits = self._stuck and time.monotonic() - self._killed_at <= _UNKILLABLE_S
         if stuck and self._deadline is None and not waits:
             self._hear_hang(stuck, statuses)
+
+    def _look_at_pace(self, statuses: Mapping[int, Status]) -> None:
+        """Name the ranks that the others wait for, and write the stacks of those that are ours."""
+        context, own = self._context, paces_of(statuses)
+        if context.membership is not None:
+            context.membership.paces = own[:_MOST_PACES]
+        begun, over = context.slow.look(
+            slow_ranks(own) if context.membership is None else context.membership.slow, time.monotonic()
+        )
+        self._samples |= {each.rank: _SAMPLES for each in begun if each.rank in statuses}
+        sampled = {rank: statuses[rank] for rank, left in self._samples.items() if left and rank in statuses}
+        files = write_stacks(self.workers, sampled, context.stacks, attempt=self._number) if sampled else []
+        self._samples = {rank: left - 1 for rank, left in self._samples.items() if left > 1}
+        for each in begun:
+            logger.warning("%s; its stacks: %s", each, ", ".join(map(str, files)) or "on its node")
+            stacks = [str(file) for file in files]
+            context.events.emit("slow", reason=str(each), outcome="slow", ranks=[each.rank], stacks=stacks)
+        for each in over:
+            logger.info("the others wait for rank %d no longer", each.rank)
+            context.events.emit("slow", reason=f"not any more: {each}", outcome="over", ranks=[each.rank], stacks=[])
 
     # --- what can happen ----------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarte
 REHEARSED = "restarted for its rehearsal"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes, to try the
 resume."""
-NOTABLE = ("signal", "fault", "hang", "crash_loop", "shrink", "hold", "membership", "directory")
+NOTABLE = ("signal", "fault", "hang", "slow", "crash_loop", "shrink", "hold", "membership", "directory")
 """Events of the agent that a person wants to see."""
 
 _START, _END = "agent_start", "agent_end"

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindx_elastic.agent.history import AttemptRecord, Totals, add_up
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.pace import SlowRank, paces_of
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError
 
@@ -26,6 +27,8 @@ METRICS = {
     "mindx_since_durable_seconds": "Since the rank last brought a step to disk, or has begun",
     "mindx_durable_bytes_total": "Bytes of checkpoints that the rank's process has written",
     "mindx_stall_seconds_total": "How long periodic saves have held up the rank's training",
+    "mindx_wait_seconds": "How long the rank waits for the others in a step, median of the last 64",
+    "mindx_slow_seconds": "How long the others wait for the rank in nearly each of these steps; 0: it is not slow",
     "mindx_attempts_total": "Starts of the workers",
     "mindx_failures_total": "Failures, those recovered from in place included",
     "mindx_recoveries_in_place_total": "Failures that were recovered from in place",
@@ -43,9 +46,16 @@ class Metrics:
         """memory: where shared memory is mounted; a step that was read from there is not on disk."""
         self._memory = memory
         self._note: tuple[Mapping[int, Status], int, Totals] = ({}, 0, add_up(()))
+        self._slow: Mapping[int, SlowRank] = {}
 
-    def look(self, statuses: Mapping[int, Status], records: Iterable[AttemptRecord]) -> None:
-        """What the workers' pages say now, and what the agent knows of its attempts."""
+    def look(
+        self,
+        statuses: Mapping[int, Status],
+        records: Iterable[AttemptRecord],
+        slow: Iterable[SlowRank] = (),
+    ) -> None:
+        """What the workers' pages say now, and what the agent knows of its attempts. slow: ranks of the job."""
+        self._slow = {each.rank: each for each in slow}
         num_workers = sum(0 < status.phase < WorkerPhase.LEFT for status in statuses.values())
         # One store: a reader sees the old or the new one. What a dead rank said last stays.
         self._note = {**self._note[0], **statuses}, num_workers, add_up(records)
@@ -53,7 +63,7 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """For prometheus_client's registry."""
         pages, num_workers, totals = self._note
-        now = time.monotonic_ns()
+        now, paces, slow = time.monotonic_ns(), paces_of(pages), self._slow
         of_rank: dict[str, Mapping[int, float]] = {
             "mindx_step": {r: page.step for r, page in pages.items()},
             "mindx_steps_total": {r: page.boundaries for r, page in pages.items()},
@@ -63,6 +73,8 @@ class Metrics:
             },
             "mindx_durable_bytes_total": {r: page.durable_bytes for r, page in pages.items()},
             "mindx_stall_seconds_total": {r: page.stall_ns / _NS for r, page in pages.items()},
+            "mindx_wait_seconds": {pace.rank: pace.middle / 1e6 for pace in paces},
+            "mindx_slow_seconds": {p.rank: slow[p.rank].lag / 1e6 if p.rank in slow else 0.0 for p in paces},
         }
         of_node = {
             "mindx_workers": num_workers,

@@ -41,6 +41,7 @@ from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.shrinking import Shrinking
+from mindx_elastic.agent.slow import SlowWatch
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.agreement.hosting import host_store
@@ -99,6 +100,7 @@ class Supervisor(LocalElasticAgent):
         self._stop_files, self._membership, self._forks = stop_files, membership, forks
         self._shrinking = shrinking
         self._hang = HangWatch(options.hang_timeout_s)
+        self._slow = SlowWatch()
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
         """The last attempt was a refused one that had started over: what is in memory is of no use."""
@@ -207,6 +209,7 @@ class Supervisor(LocalElasticAgent):
         world_size = group.workers[0].world_size
         self._stop_files.faults.world_size = world_size
         self._hang.reset()
+        self._slow.reset()
         self.ledger.start_attempt(
             self._number,
             world_size=world_size,
@@ -220,6 +223,7 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
+            slow=self._slow,
             stop_files=self._stop_files,
             membership=self._membership,
             events=self._events,
@@ -407,7 +411,7 @@ class Supervisor(LocalElasticAgent):
         self.ledger.look_at_pause(statuses)
         self._note_arenas(statuses)
         if self.metrics is not None:
-            self.metrics.look(statuses, self.ledger.records)
+            self.metrics.look(statuses, self.ledger.records, self._slow.named.values())
         self._forks.look(statuses)
         if self._replacements is not None:
             self._replacements.look(statuses)

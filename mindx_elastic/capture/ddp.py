@@ -9,12 +9,14 @@
   but not after a forward whose gradients it does not reduce: one under ``no_sync()``, or without gradients, as in an
   evaluation. In a loop that is all in ``no_sync()``, because the program averages the gradients itself, each rank so
   keeps its own batch norm statistics; a new process would broadcast rank 0's once.
+* `CollectiveWaits`: how long this rank waits for the others in DDP's collectives.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,9 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ports import Risks
+from mindx_elastic.core.status_page import StatusPage
 
 __all__ = [
     "BufferBroadcasts",
+    "CollectiveWaits",
     "DdpModules",
     "GradientOrder",
     "GradientOrders",
@@ -282,3 +286,73 @@ class BufferBroadcasts:
         for name, module in self._modules:
             module.require_forward_param_sync = state.get(name, True)
         self.copy()
+
+
+class CollectiveWaits:
+    """Times how long this rank waits for the others in the collectives of its DDP modules, by the clock of the host:
+
+    * at the end of a backward, from the moment that all its own gradients are there until they are reduced. Autograd
+      calls back then, in the order in which it was asked to: before DDP, and behind it;
+    * before a forward, while DDP broadcasts rank 0's buffers: between the hooks of DDP and those of the module in it.
+      That one has its hook for this moment only: a program may pickle it.
+
+    Only in steps that are to be timed (`StatusPage.is_timed`). With NCCL the host does not wait there, the device does,
+    and is not asked. A backward in which the timed parameter gets no gradient is not known: nothing is noted. Training
+    thread, and autograd's.
+    """
+
+    def __init__(self, ddp: DdpModules, replicas: Sequence[nn.Module], page: StatusPage) -> None:
+        """`replicas`: see `outermost_replicas`."""
+        self._page = page
+        self._handles: list[Any] = []
+        self._inside: Any = None
+        for _, module in ddp:
+            trained = [p for p in module.module.parameters() if p.requires_grad]
+            for parameter in trained[-1:]:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._in_backward()))
+            if any(module is each for each in replicas):  # in one that torch.compile compiles it would be traced
+                self._handles.append(module.register_forward_pre_hook(lambda module, _: self._before_forward(module)))
+
+    def _in_backward(self) -> None:
+        if not self._page.is_timed:
+            return
+        ask: Any = torch.autograd.Variable._execution_engine.queue_callback
+        began = 0
+
+        def note() -> None:
+            self._page.note_wait(time.monotonic_ns() - began)
+
+        def begin() -> None:
+            nonlocal began
+            began = time.monotonic_ns()
+            ask(note)
+
+        ask(begin)
+
+    def _before_forward(self, module: Any) -> None:
+        inner = module.module
+        if (
+            not self._page.is_timed
+            or torch.compiler.is_compiling()
+            or hasattr(inner, "_orig_mod")
+            or inner._compiled_call_impl is not None
+        ):
+            return
+        if module.will_sync_module_buffers():
+            self._leave_module()  # of a forward that has failed
+            began = time.monotonic_ns()
+            self._inside = inner.register_forward_pre_hook(lambda *_: self._in_forward(began), prepend=True)
+
+    def _in_forward(self, began: int) -> None:
+        self._page.note_wait(time.monotonic_ns() - began)
+        self._leave_module()
+
+    def _leave_module(self) -> None:
+        if self._inside is not None:
+            self._inside.remove()
+            self._inside = None
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._leave_module()

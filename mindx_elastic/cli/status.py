@@ -33,6 +33,7 @@ from mindx_elastic.cli.common import (
     say,
     show,
 )
+from mindx_elastic.core.pace import pace_of
 from mindx_elastic.core.printable import counted, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase, read_pages
 from mindx_elastic.core.values import real, text
@@ -160,6 +161,7 @@ def _workers(pages: Mapping[int, Status]) -> list[dict[str, Any]]:
             "since_boundary_s": round((now_ns - status.boundary_ns) / 1e9, 3) if status.boundary_ns else None,
             "boundaries": status.boundaries,
             "steps_per_s": _rate(status),
+            "wait_s": None if (pace := pace_of(rank, status)) is None else pace.middle / 1e6,
             "resumed_step": status.resumed_step,
             "saved_step": status.saved_step,
             "save_every_s": status.save_every_s or None,
@@ -258,7 +260,9 @@ def _print_workers(console: Console, workers: Sequence[dict[str, Any]]) -> None:
     if not workers:
         say(console, "no worker of this machine runs at the moment")
         return
-    print_table(console, ("rank", "now", "step", "steps/s", "last step", "pid", ""), map(_cells, workers), left="now|")
+    print_table(
+        console, ("rank", "now", "step", "steps/s", "waits", "last step", "pid", ""), map(_cells, workers), left="now|"
+    )
 
 
 def _cells(worker: dict[str, Any]) -> Sequence[str | Text]:
@@ -268,6 +272,7 @@ def _cells(worker: dict[str, Any]) -> Sequence[str | Text]:
         Text(phase, style=_STYLES.get(phase, "red")),
         "-" if worker["step"] < 0 else str(worker["step"]),
         "-" if rate is None else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}",
+        "-" if worker["wait_s"] is None else f"{1000 * worker['wait_s']:.0f} ms",
         "-" if worker["since_boundary_s"] is None else f"{_short(worker['since_boundary_s'])} ago",
         str(worker["pid"]),
         Text(printable(worker["reason"] or "", 200), style="yellow"),

@@ -30,6 +30,7 @@ from mindx_elastic.cluster.messages import NODE_ID, Farewell, Group, News, Over,
 from mindx_elastic.cluster.wire import Line, WireError
 from mindx_elastic.config import ClusterSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.pace import Pace, SlowRank
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.wakeup import Wakeup
 from mindx_elastic.errors import UsageError
@@ -73,6 +74,10 @@ class TableConnection:
         """Since when nobody answers; None: the table does."""
         self.began = self.down_since
         self.closed = threading.Event()
+        self.paces: tuple[Pace, ...] = ()
+        """Of the member's ranks; another thread sets it."""
+        self.slow: tuple[SlowRank, ...] = ()
+        """The ranks that the others wait for, of all members."""
         self._facts: dict[str, Any] = {}
         """What the member says of itself (`Register`)."""
         self._is_changed = self._is_stale = self._is_welcome = False
@@ -243,7 +248,7 @@ class TableConnection:
             line.send(self._farewell)
             self._leaves_at = now
         if beats:
-            line.send(messages.Beat())
+            line.send(messages.Beat(self.paces))
             self._said_at = now
 
     def _obey(self, message: messages.Message) -> bool:
@@ -260,6 +265,7 @@ class TableConnection:
         match message:
             case messages.Beat():
                 self._num_answers += 1
+                self.slow = message.slow
             case messages.Welcome():
                 self.job, self.node_id, self._heartbeat_s = message.job, message.node_id, message.heartbeat_s
                 self.down_since, self._taken_until = None, None

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from mindx_elastic.core.fields import Between, Text, Words, read
+from mindx_elastic.core.pace import Pace, SlowRank
 
 __all__ = [
     "MAX_WORKERS",
@@ -113,6 +114,11 @@ class Register:
 @dataclass(frozen=True)
 class Beat:
     """The worker lives."""
+
+    paces: tuple[Pace, ...] = ()
+    """Of an agent's ranks."""
+    slow: tuple[SlowRank, ...] = ()
+    """From the table: the ranks that the others wait for."""
 
 
 @dataclass(frozen=True)

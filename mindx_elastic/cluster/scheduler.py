@@ -169,7 +169,7 @@ class TableServer:
                     self.table.outbox.append((name, messages.Dead("this process is held for dead")))
             case messages.Beat() if name:
                 self.deliver()  # who is answered has heard all that was said before
-                self.send(connection, messages.Beat())
+                self.send(connection, messages.Beat(slow=self.table.slow(name, message.paces, now)))
             case messages.Farewell() if name:
                 said = f"{message.how} ({message.why})" if message.why else message.how
                 logger.log(self._level, "%s leaves: %s", self.table.find(name), said)

@@ -38,6 +38,7 @@ from mindx_elastic.cluster import messages
 from mindx_elastic.cluster.messages import MAX_WORKERS, NODE_ID, Farewell, Register
 from mindx_elastic.cluster.places import IN_GROUP, MISSED, Place, Places, ProcessState
 from mindx_elastic.core.fields import Between, read
+from mindx_elastic.core.pace import Pace, SlowRank, slow_ranks
 from mindx_elastic.core.printable import listed
 
 __all__ = ["JobOutcome", "Limits", "Table"]
@@ -45,6 +46,7 @@ __all__ = ["JobOutcome", "Limits", "Table"]
 _SCHEMA = 5
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
+_COMPARES_S = 1.0
 _AWAY_S = 60.0
 """How long a place is kept for a process that starts over in it, from those that do not ask for it by name."""
 _MOST_TOLD = 100
@@ -142,6 +144,9 @@ class Table:
         """What the last news were about."""
         self._groups: dict[str, messages.Group] = {}
         """What each member is told of the group that was formed last."""
+        self._paces: dict[str, tuple[Pace, ...]] = {}  # of the group's members
+        self._slow: tuple[SlowRank, ...] = ()
+        self._compares_at = now
         self._lost_why = ""  # the last death, for the reason of a job that does not come back
 
     # --- what there is ---
@@ -216,6 +221,17 @@ class Table:
             return False
         self._patience[incarnation] = _Patience(place, now + self.limits.heartbeat_s)
         return True
+
+    def slow(self, incarnation: str, paces: tuple[Pace, ...], now: float) -> tuple[SlowRank, ...]:
+        """A member says how its ranks go. The ranks of the group that the others wait for, as far as is known."""
+        if incarnation in self._groups:
+            self._paces[incarnation] = paces
+        if now >= self._compares_at:
+            self._compares_at = now + _COMPARES_S
+            every = [self._paces.get(each, ()) for each in self._groups]
+            known = slow_ranks(pace for paces in every for pace in paces) if all(every) else ()
+            self._slow = known[:_MOST_TOLD]
+        return self._slow
 
     def lose(self, incarnation: str, now: float) -> None:
         """Its connection has ended. It may connect again."""
@@ -426,6 +442,7 @@ class Table:
         for place in members:
             self._move(place, ProcessState.TRAINING)
         self._groups = self._group_messages()
+        self._paces, self._slow = {}, ()
         self._told = self._topics()
         self.outbox += self._groups.items()
 

@@ -2,7 +2,7 @@
 
 The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
 machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
-same clock in all processes of a machine. The training thread pays three stores a step (0.3 us).
+same clock in all processes of a machine. The training thread pays a few stores a step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from mindx_elastic.core.posix import new_map, read_small
 
 __all__ = [
+    "NUM_STEPS",
     "PAGE_BYTES",
     "Status",
     "StatusPage",
@@ -29,8 +30,12 @@ __all__ = [
     "why_gone_on",
 ]
 
-PAGE_BYTES = 8192
-_MAGIC = 0x6D696E6478303035  # "mindx005"
+PAGE_BYTES = 12288
+NUM_STEPS = 64
+"""Of as many steps, the last ones, a page says how long they took, and how long the rank has waited in each."""
+_LEAST_NS = 10_000_000  # to time a wait takes 20 to 60 us: where steps are shorter, it is not done
+_STEPS = 8192 // 8  # where they are, by words
+_MAGIC = 0x6D696E6478303036  # "mindx006"
 # offset, room
 _TEXTS = {
     "fixed_size": (288, 224),
@@ -116,6 +121,8 @@ class Status(NamedTuple):
     """How long periodic saves have held up its training."""
     asked_code: int = -1
     """The exit code of the stop under way, if it was asked for (`Alarm.asked_code`); -1: there is none."""
+    timed: int = 0
+    """How many steps have been timed in this attempt: those that follow one of 10 ms or more."""
     fixed_size: str = ""
     """Why the program cannot go on with another number of ranks; empty: nothing is known against it."""
     pause_reason: str = ""
@@ -128,10 +135,15 @@ class Status(NamedTuple):
     """Folder of the job's arenas in shared memory; empty where there are none."""
     directory: str = ""
     """Where the rank saves its checkpoints."""
+    waits_ns: tuple[int, ...] = ()
+    """How long it has waited for other ranks in each of the last `timed` steps, `NUM_STEPS` at most; -1: not known."""
+    steps_ns: tuple[int, ...] = ()
+    """How long these steps took."""
 
 
 _NUMBERS = {name: value for name, value in Status._field_defaults.items() if isinstance(value, int)}
 _INDEX = {"magic": 0} | {name: number for number, name in enumerate(_NUMBERS, start=1)}
+_TIMED = _INDEX["timed"]
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:
@@ -152,6 +164,9 @@ class StatusPage:
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING
         self._words[_INDEX["magic"]] = _MAGIC
+        self.is_timed = False
+        """Waits of the step that is under way are to be noted."""
+        self._waited_ns, self._began_ns = -1, time.monotonic_ns()
 
     @property
     def phase(self) -> int:
@@ -178,9 +193,21 @@ class StatusPage:
         if not words[5]:
             words[5] = now
         if cut:
+            if step != words[3]:  # else once more, after the code that follows an epoch
+                took = now - self._began_ns
+                if self.is_timed:
+                    place = _STEPS + 2 * (words[_TIMED] % NUM_STEPS)
+                    words[place], words[place + 1] = self._waited_ns, took
+                    words[_TIMED] += 1
+                self.is_timed = took >= _LEAST_NS
+                self._waited_ns, self._began_ns = -1, now
             words[3] = step
         words[4] = now
         words[6] += 1
+
+    def note_wait(self, waited_ns: int) -> None:
+        """The rank has waited for other ranks, in the step that is not over yet. The thread of a backward, too."""
+        self._waited_ns = max(0, self._waited_ns) + waited_ns
 
     def close(self) -> None:
         self._words.release()
@@ -203,7 +230,8 @@ def read_page(path: Path) -> Status | None:
         for name, (offset, room) in _TEXTS.items()
     }
     numbers = {name: words[index] for name, index in _INDEX.items() if name != "magic"}
-    content: dict[str, Any] = {**numbers, **texts}
+    steps = words[_STEPS : _STEPS + 2 * min(NUM_STEPS, max(0, words[_TIMED]))].tolist()
+    content: dict[str, Any] = {**numbers, **texts, "waits_ns": tuple(steps[::2]), "steps_ns": tuple(steps[1::2])}
     return Status(**content)
 
 

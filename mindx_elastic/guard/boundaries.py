@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.close_looks import CLOSE_EVERY, CLOSE_FIRST
 from mindx_elastic.capture.components import OptimizerComponent, PlainComponent
-from mindx_elastic.capture.ddp import GradientOrders
+from mindx_elastic.capture.ddp import CollectiveWaits, GradientOrders
 from mindx_elastic.capture.device_progress import fills_queue
 from mindx_elastic.capture.graph_replays import GraphReplays
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
@@ -91,6 +91,9 @@ class Boundaries:
         self._hooks = CommHooks(targets, ddp, unmanaged)
         by_hand = bool(opening.options.layouts) or opening.evaluates
         self._orders = GradientOrders(ddp, collector, unmanaged, world_size=world_size, by_hand=by_hand)
+        if opening.around.link is not None and not opening.evaluates:
+            waits = CollectiveWaits(ddp, opening.shared_modules(), opening.around.page)
+            stack.callback(waits.remove)
         self._make_room = opening.saver.make_room
         self._num_without_update = 0  # steps since the last boundary
         self._weights: TensorsLook | None = None  # as the last but one of those that are waited for has left them

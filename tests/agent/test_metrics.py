@@ -16,6 +16,7 @@ import pytest
 
 from mindx_elastic.agent.history import AttemptRecord
 from mindx_elastic.agent.metrics import METRICS, Metrics, MetricsServer
+from mindx_elastic.core.pace import SlowRank
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.errors import UsageError
 
@@ -52,8 +53,11 @@ def test_what_the_pages_say(server: MetricsServer) -> None:
     server.metrics.look({0: first, 1: page(step=9, boundaries=9, boundary_ns=now)}, [record])
     later = first._replace(step=14, boundaries=14, boundary_ns=now - 2 * SECOND, stall_ns=SECOND // 2)
     later = later._replace(durable_step=12, durable_ns=now - 5 * SECOND, durable_bytes=4096, alarm_ns=now)
-    server.metrics.look({0: later}, [record])
+    waits = later._replace(waits_ns=(SECOND // 4,) * 64, steps_ns=(SECOND,) * 64)
+    server.metrics.look({0: waits}, [record], [SlowRank(0, 125_000, 1_000_000), SlowRank(7, 1, 1)])
     found = read(server)
+    assert (found['mindx_wait_seconds{rank="0"}'], found['mindx_slow_seconds{rank="0"}']) == (0.25, 0.125)
+    assert not {'mindx_wait_seconds{rank="1"}', 'mindx_slow_seconds{rank="7"}'} & found.keys(), "not known; not here"
     assert found['mindx_step{rank="0"}'] == 14 and found['mindx_step{rank="1"}'] == 9
     assert found['mindx_steps_total{rank="0"}'] == 14
     assert found['mindx_durable_step{rank="0"}'] == 12 and found['mindx_durable_step{rank="1"}'] == -1

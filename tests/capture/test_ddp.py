@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp import (
     BufferBroadcasts,
+    CollectiveWaits,
     GradientOrder,
     GradientOrders,
     ddp_modules,
@@ -25,6 +27,7 @@ from mindx_elastic.capture.ddp import (
     replica_ranks,
 )
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 DDP = nn.parallel.DistributedDataParallel
@@ -184,3 +187,34 @@ def test_in_front_of_the_code_behind_an_epoch_broadcasts_are_as_they_were_there(
     assert broadcasts(after) == broadcasts(module)
     collector.load_flags(collector.compose(collector.state(), front))
     assert broadcasts(module) == in_front
+
+
+def test_waits_are_noted_and_the_module_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the buffers' broadcast and once for the gradients, whatever fails on the way."""
+    module, _ = with_buffers()
+    noted: list[int] = []
+    page = StatusPage()
+    monkeypatch.setattr(page, "note_wait", noted.append)
+    waits = CollectiveWaits([("model", module)], [module], page)
+    backward(module)
+    assert not noted, "no step is timed yet"
+    page.is_timed = True
+    with pytest.raises(RuntimeError):
+        module(torch.ones(2, 3))
+    assert len(noted) == 1, "its broadcast"
+    for count, fails in ((3, False), (4, True), (6, False)):
+        loss = module(torch.ones(2, 2)).sum()
+        assert not module.module._forward_pre_hooks, "a program pickles it"
+        pickle.dumps(module.module)
+        if fails:
+            loss.register_hook(lambda _: 1 // 0)
+        with suppress(ZeroDivisionError):
+            loss.backward()
+        assert len(noted) == count
+    assert all(each >= 0 for each in noted)
+    module.eval()
+    with torch.no_grad():
+        module(torch.ones(2, 2))
+    waits.remove()
+    backward(module)
+    assert len(noted) == 7 and not any(each._forward_pre_hooks for each in module.modules())

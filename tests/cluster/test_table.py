@@ -11,6 +11,7 @@ import pytest
 from mindx_elastic.cluster.messages import Dead, Farewell, Identity, Refused, Register, Welcome, as_json
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.fields import read
+from mindx_elastic.core.pace import Pace
 
 LIMITS = Limits(heartbeat_s=5.0, formation_s=100.0)
 HERE, THERE = "boot/pid:[1]", "other boot/pid:[1]"
@@ -49,6 +50,20 @@ def told(table: Table, op: str) -> list[tuple[int, dict[str, Any]]]:
     found = [(int(incarnation), as_json(message)) for incarnation, message in table.outbox]
     table.outbox.clear()
     return [each for each in found if each[1]["op"] == op]
+
+
+def test_the_ranks_of_all_members_are_compared_once_all_are_known() -> None:
+    table = Table(2, least=2, job="job", recovery=True, limits=LIMITS, now=0.0)
+    form(table, [who(1, size=0), who(2, size=0)])
+    table.tick(1.0)
+    slow, fast = Pace(0, 0, 1_000, 2_000, 90_000), Pace(1, 30_000, 35_000, 40_000, 90_000)
+    names = [f"{number:032d}" for number in (1, 2)]
+    assert table.slow(names[0], (slow, fast), 2.0) == (), "the other node may be as slow"
+    assert table.slow("of another group".ljust(32, "0"), (fast,), 4.0) == ()
+    (found,) = table.slow(names[1], (replace(fast, rank=2),), 6.0)
+    assert (found.rank, found.lag) == (0, 28_000)
+    assert table.slow(names[1], (replace(slow, rank=2),), 6.5) == (found,), "for a second"
+    assert table.slow(names[1], (replace(slow, rank=2),), 8.0) == ()
 
 
 # --- ranks ---

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mindx_elastic.cluster.messages import Beat, Farewell, Identity, Over, Refused, Register, as_json, parse
 from mindx_elastic.cluster.wire import Line, WireError
+from mindx_elastic.core.pace import Pace, SlowRank
 
 KEY = b"a key that only the job has"
 
@@ -53,6 +54,14 @@ def test_a_sealed_message_counts_once_in_its_place_and_direction() -> None:
         list(scheduler.feed(data))
     with pytest.raises(WireError, match="not of this job"):
         list(worker.feed(worker.pack(Over(1, ""))))  # sent back
+
+
+def test_what_a_large_node_says_of_its_ranks_fits_into_a_message() -> None:
+    worker, scheduler = pair(KEY)
+    beat = Beat(tuple(Pace(99_900 + number, *[1 << 40] * 4) for number in range(64)))
+    assert list(scheduler.feed(worker.pack(beat))) == [beat]
+    answer = Beat(slow=tuple(SlowRank(99_800 + number, 1 << 40, 1 << 40) for number in range(100)))
+    assert list(worker.feed(scheduler.pack(answer))) == [answer]
 
 
 @given(st.binary(max_size=200))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.core.status_page import PAGE_BYTES, Status, StatusPage, WorkerPhase, page_path, read_page
+from mindx_elastic.core.status_page import NUM_STEPS, PAGE_BYTES, Status, StatusPage, WorkerPhase, page_path, read_page
 
 _WRITER = """
 import sys
@@ -41,10 +41,41 @@ def test_every_field_comes_through(path: Path) -> None:
     page.set(**numbers)
     for name, text in texts.items():
         page.set_text(name, text)
-    assert read_page(path) == Status(**numbers, **texts)  # type: ignore[arg-type]
+    told = read_page(path)
+    assert told is not None and len(told.waits_ns) == len(told.steps_ns) == NUM_STEPS
+    assert told._replace(waits_ns=(), steps_ns=()) == Status(**numbers, **texts)  # type: ignore[arg-type]
     page.set_text("reason", "")
     found = read_page(path)
     assert found is not None and (found.reason, found.arena) == ("", "/dev/shm/x")
+    page.close()
+
+
+def test_the_waits_of_the_last_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that follow one of 10 ms, once of each boundary, with all that was waited for since the one before."""
+    clock = 0
+
+    def at(ms: int) -> None:
+        nonlocal clock
+        clock += ms * 1_000_000
+
+    monkeypatch.setattr("mindx_elastic.core.status_page.time.monotonic_ns", lambda: clock)
+    page = StatusPage(path)
+    waits = [(10, 3, True), (20, 5, False), (20, 2, True), (9, 9, True), (11, 4, True), (12, None, True), (30, 8, True)]
+    for step, (ms, wait, cut) in enumerate(waits, start=1):
+        at(ms)
+        if wait is not None:
+            page.note_wait(wait)
+        page.pass_boundary(step, cut=cut)
+    page.pass_boundary(len(waits))
+    found = read_page(path)
+    assert found is not None and (found.timed, found.waits_ns) == (4, (7, 9, -1, 8))
+    assert [each // 1_000_000 for each in found.steps_ns] == [40, 9, 12, 30]
+    for step in range(8, 8 + NUM_STEPS):
+        page.note_wait(step)
+        at(15)
+        page.pass_boundary(step)
+    found = read_page(path)
+    assert found is not None and sorted(found.waits_ns) == [*range(8, 8 + NUM_STEPS)]
     page.close()
 
 
