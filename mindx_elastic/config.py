@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -491,12 +492,12 @@ class FaultPaths(_FromEnv):
 
 
 def _read_switched_on(env: Mapping[str, str]) -> frozenset[str]:
-    """Spaces, quotes, missing braces, ``=`` for ``:`` and small letters are all accepted."""
+    """Spaces, quotes, missing braces, ``=`` for ``:`` and small letters are all accepted; MindSpore's pages also have
+    ``{TTP:1 UCE:1}``."""
     text, enabled = env.get("MS_ENABLE_TFT", ""), set()
-    for item in text.translate(str.maketrans("", "", "{}\"' \t\n")).replace(";", ",").split(","):
-        name, _, value = item.replace("=", ":").partition(":")
-        if not item:
-            continue
+    switches = re.sub(r"\s*[:=]\s*", ":", text.translate(str.maketrans("{}\"';", "     ")))
+    for item in switches.replace(",", " ").split():
+        name, _, value = item.partition(":")
         if not name.isidentifier() or value.lower() not in ("0", "1", "true", "false"):
             raise UsageError(f"environment variable MS_ENABLE_TFT={text!r}: give '{{TTP:1}}'; {item!r} is not a switch")
         if value.lower() in ("1", "true"):
@@ -509,11 +510,12 @@ class TftSettings(_FromEnv):
     """MindSpore's switch for its fault tolerance, ``MS_ENABLE_TFT='{TTP:1}'``."""
 
     enabled: frozenset[str] = _from(frozenset(), _read_switched_on)
-    """``MS_ENABLE_TFT``: names that are switched on. Only TTP (save when the job dies) has an effect; UCE, HCCE, ARF,
-    TRE, TSP, RSC and unknown names are accepted."""
+    """``MS_ENABLE_TFT``: names that are switched on. Only TTP (save when the job dies) has an effect; for the others
+    see `train.tft`, and unknown names are accepted."""
     for_mindspore: bool = _from(False, lambda env: _text(env, "MINDIO_FOR_MINDSPORE").lower() in ("1", "true"))
     """``MINDIO_FOR_MINDSPORE``: accepted, without effect."""
 
     @property
     def ttp(self) -> bool:
-        return "TTP" in self.enabled
+        """As in MindSpore, also with UCE or ARF."""
+        return not self.enabled.isdisjoint(("TTP", "UCE", "ARF"))

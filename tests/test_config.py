@@ -84,6 +84,8 @@ def test_another_grace_period() -> None:
         (" '{ttp: 1, NEW:true}' ", {"TTP", "NEW"}),
         ('{"TTP": 1}', {"TTP"}),
         ("TTP=1;TRE=1", {"TTP", "TRE"}),
+        ("{UCE:1 TTP:1}", {"TTP", "UCE"}),
+        ("{ RSC : 0, TTP\t:1 }", {"TTP"}),
     ],
 )
 def test_the_switch_of_tft(text: str, enabled: set[str]) -> None:

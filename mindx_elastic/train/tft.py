@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mindx_elastic.config import RankInfo, TftSettings
+from mindx_elastic.config import RankInfo, RejoinSettings, TftSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import whole_number
@@ -35,6 +35,12 @@ from mindx_elastic.train.checkpoint import directory_path
 __all__ = ["OptTFTWrapper", "TFTRegister"]
 
 _PORTS = range(1024, 65536)
+_INSTEAD = {
+    "ARF": "mindx-elastic run --recover in-place",
+    "RSC": "mindx-elastic run, which reads reset.json and starts the ranks again",
+    "TSP": "mindx-elastic pause, and resume",
+}
+"""What stands here for other switches."""
 
 
 class TFTRegister(Callback):
@@ -108,9 +114,13 @@ def _require_ttp(who: str) -> None:
     settings = TftSettings.from_env()
     if not settings.ttp:
         raise UsageError(f"{who} is switched on by the environment: export MS_ENABLE_TFT='{{TTP:1}}' before the start")
-    others = sorted(settings.enabled - {"TTP"})
+    is_on = {"TTP", "ARF"} if RejoinSettings.from_env().in_place else {"TTP"}
+    others = sorted(settings.enabled - is_on)
     if others and RankInfo.from_env().rank == 0:
-        logger.warning("MS_ENABLE_TFT: %s has no effect here, TTP is on", ", ".join(others))
+        said = [f"{name} is {_INSTEAD[name]}" for name in others if name in _INSTEAD]
+        if unknown := [name for name in others if name not in _INSTEAD]:
+            said.append(f"nothing is done for {', '.join(unknown)}")
+        logger.warning("MS_ENABLE_TFT: TTP is on; switched on otherwise here: %s", "; ".join(said))
 
 
 def _place(root: Path, position: Position, ranks: RankInfo) -> Path:

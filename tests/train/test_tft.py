@@ -52,10 +52,17 @@ def test_both_must_be_switched_on(monkeypatch: pytest.MonkeyPatch, text: str | N
 
 
 def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,UCE:1,ARF:1}")
+    monkeypatch.setenv("MS_ENABLE_TFT", "{UCE:1 ARF:1 TSP:1 RSC:1 TRE:1}")
     register()
     (record,) = caplog.records
-    assert record.getMessage() == "MS_ENABLE_TFT: ARF, UCE has no effect here, TTP is on"
+    arf, rest = "ARF is mindx-elastic run --recover in-place; ", "nothing is done for TRE, UCE"
+    rsc = "RSC is mindx-elastic run, which reads reset.json and starts the ranks again; "
+    others = f"{rsc}TSP is mindx-elastic pause, and resume; "
+    assert record.getMessage() == f"MS_ENABLE_TFT: TTP is on; switched on otherwise here: {arf}{others}{rest}"
+    monkeypatch.setenv("MINDX_RECOVER", "in-place")
+    monkeypatch.setenv("MS_ENABLE_TFT", "{ARF:1}")
+    register()
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
