@@ -114,10 +114,10 @@ class Attempt:
         self._after(0.0, self._look)
         while self.workers.live or self._waits_for_new_process():
             self._step()
-        if self._recovery is not None:
-            self._recovery.close()
         membership = self._context.membership
         ending = conclude(self.workers.exits, self.stop, signum=self._signum, cause=self._cause, rank=self._cause_rank)
+        if self._recovery is not None:
+            self._recovery.close(is_stopped=ending.outcome == "stopped")
         if ending.outcome == "failed" and not ending.cause:
             ending = replace(ending, cause=self._otherwise)
         if (

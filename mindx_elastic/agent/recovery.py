@@ -77,7 +77,7 @@ class Recovery:
         self._row: list[str] = []
         self._row_step = -1
         self._board: Board | None = None
-        self._has_given_up = self._has_finished = False
+        self._has_given_up = self._has_finished = self._is_stopped = False
         self._now: _Generation | None = None
 
     @property
@@ -151,8 +151,9 @@ class Recovery:
             )
         )
 
-    def close(self) -> None:
-        """The attempt has ended."""
+    def close(self, *, is_stopped: bool = False) -> None:
+        """The attempt has ended; `is_stopped`: as it was told to."""
+        self._is_stopped = is_stopped
         if self.is_active:  # the job has been stopped meanwhile, perhaps a moment after all had come back
             self._take_in()
             if self._machine.phase is not Phase.RUN:
@@ -343,7 +344,7 @@ class Recovery:
         except ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
         # Whether there is a restart after a finish is said when all ranks of the node have ended.
-        stops = any(status.asked_code > 0 for status in self._workers.statuses().values())
+        stops = self._is_stopped or any(status.asked_code > 0 for status in self._workers.statuses().values())
         what_then = "; the job stops" if stops else "" if self._has_finished else "; the job is restarted"
         logger.warning("no recovery in place: %s%s", self._machine.reason, what_then)
-        self._tell_of_failure(FINISHED if self._has_finished else RESTART)
+        self._tell_of_failure(FINISHED if self._has_finished else STOPPED if self._is_stopped else RESTART)

@@ -19,7 +19,7 @@ them (`core.fields`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from mindx_elastic.core.fields import Between, Text, Words, read
@@ -222,7 +222,8 @@ _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Mess
 
 def as_json(message: Message) -> dict[str, Any]:
     """`message` as `parse` takes it."""
-    return {"op": type(message).__name__.lower(), **asdict(message)}
+    found = {"op": type(message).__name__.lower(), **vars(message)}
+    return {name: vars(each) if isinstance(each, Identity) else each for name, each in found.items()}
 
 
 def parse(content: object) -> Message:

@@ -21,7 +21,6 @@ live. Where nothing happens but orders to stop, pauses and slow stores, all stop
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -33,7 +32,6 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -47,12 +45,13 @@ from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import AgentOptions, Launch
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.cluster import connection
+from mindx_elastic.cluster import scheduler as table_server
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from tests.simulation.schedules import Fault, Faults, Played, quiet
 from tests.simulation.system import System
 from tests.simulation.workers import Meeting, Worker
-from tests.simulation.world import Process, Stuck, World
+from tests.simulation.world import Process, Stuck, World, instead_of
 
 __all__ = [
     "CURABLE",
@@ -69,17 +68,11 @@ __all__ = [
     "play",
 ]
 
-GRACE_S, JOIN_S, HANG_S = 20.0, 60.0, 20.0
+GRACE_S, JOIN_S, HANG_S = 12.0, 30.0, 6.0
 """``--grace``, ``--rdzv-conf join_timeout=`` and ``--hang-timeout``."""
-_PATIENCE_S = 600.0
+_PATIENCE_S = 300.0
 """What still runs then hangs, and nothing sees it: the platform sends SIGTERM to all agents."""
 _PORT, _RUN_ID = 29400, "simulated"
-_MODULES = (
-    "mindx_elastic.agent",
-    "mindx_elastic.cluster",
-    "mindx_elastic.core",
-    "torch.distributed.elastic.agent.server",
-)
 GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow network", "freeze agent"})
 """They fail nothing."""
 CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
@@ -145,16 +138,16 @@ def plan_of(seed: int) -> Plan:
     """A schedule from its seed."""
     random = Random(seed)
     nodes = random.choice((1, 2, 2, 2, 3, 4))
-    step_s, steps = random.choice((0.5, 1.0, 3.0)), random.randint(3, 12)
-    start_s = random.choice((0.5, 3.0))
+    step_s, steps = random.choice((0.2, 0.5, 1.5)), random.randint(3, 10)
+    start_s = random.choice((0.3, 1.5))
     last = 2 * start_s + 1.2 * steps * step_s
     moments = [random.uniform(0.0, last) for _ in range(2)]
     pool = random.choice((sorted(GENTLE), sorted(CURABLE), sorted(CURABLE), KINDS))
     faults = []
     for _ in range(random.randint(1, 4)):
         # Two things at nearly the same time meet oftener than two at any.
-        at = max(0.1, random.choice(moments) + random.choice((0.0, random.uniform(-0.5, 0.5), random.uniform(0, 20))))
-        length_s = random.choice((0.5, 3.0, 8.0, 30.0))
+        at = max(0.1, random.choice(moments) + random.choice((0.0, random.uniform(-0.5, 0.5), random.uniform(0, 8))))
+        length_s = random.choice((0.5, 3.0, 8.0, 20.0))
         kind, node = random.choice(pool), random.randrange(nodes)
         faults.append(Fault(kind, node, random.randrange(4), at=round(at, 3), length_s=length_s))
     return Plan(
@@ -166,7 +159,7 @@ def plan_of(seed: int) -> Plan:
         step_s=step_s,
         start_s=start_s,
         save_s=random.choice((0.01, 0.5, 3.0)),
-        after_s=random.choice((0.0, 0.1, 4.0)),
+        after_s=random.choice((0.0, 0.1, 3.0)),
         is_guarded=random.random() < 0.85,
         hears_connections=random.random() < 0.6,
         host_is_apart=random.random() < 0.3,
@@ -321,6 +314,11 @@ class Job:
     in_place, spares, rejoin_timeout_s = False, 0, 30.0
     """``--recover in-place``, ``--spares`` and ``--rejoin-timeout``."""
     command: tuple[str, ...] = ("train.py",)
+    modules: tuple[str, ...] = (
+        *("mindx_elastic.agent", "mindx_elastic.cluster", "mindx_elastic.core"),
+        "torch.distributed.elastic.agent.server",
+    )
+    """The prefixes of those that are played."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world = plan, World(plan.seed, most_switches=10_000 * plan.nodes)
@@ -430,11 +428,8 @@ class Job:
         world, system = self.world, self.system
         nothing = lambda *_, **__: None  # noqa: E731
         with ExitStack() as stack:
-            stack.enter_context(patch.dict(os.environ, MINDX_ZYGOTE="0"))
             stack.enter_context(quiet())
-            stack.callback(logging.disable, logging.root.manager.disable)
-            logging.disable(logging.CRITICAL)
-            stack.enter_context(world.replaced(system.stand_ins, prefixes=_MODULES))
+            stack.enter_context(world.replaced(system.stand_ins, prefixes=self.modules))
             stand_ins: dict[Any, dict[str, Any]] = {
                 agent_nodes: {"listen": self.listen, "is_own_address": self._is_here},
                 connection: {"own_space": lambda: ""},
@@ -450,7 +445,8 @@ class Job:
                     "render": nothing,
                 },
                 supervisor: {"print_block": nothing, "render": nothing, "_reserve_port": self._reserve_port},
-                attempt: {"write_stacks": lambda *_, **__: []},
+                attempt: {"write_stacks": lambda *_, **__: [], "_LOOK_S": 1.0},  # half of all turns changed nothing
+                table_server: {"_TURN_S": 0.5},
                 workers: {
                     "read_page": self.read_page,
                     "open_pidfd": system.open_pidfd,
@@ -460,9 +456,7 @@ class Job:
                     "catches": system.catches,
                 },
             }
-            for module, parts in stand_ins.items():
-                for name, instead in parts.items():
-                    stack.enter_context(patch.object(module, name, instead))
+            stack.enter_context(instead_of(stand_ins))
             stack.callback(world.close)
             yield
 

@@ -27,7 +27,7 @@ import logging
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from mindx_elastic.core.stop_cause import StopCause
 from mindx_elastic.errors import SaveError, UsageError
 from tests.simulation.schedules import Fault, Faults, Played, quiet
 from tests.simulation.system import System
-from tests.simulation.world import Process, Stuck, Topic, World
+from tests.simulation.world import Process, Stuck, Topic, World, instead_of
 
 __all__ = ["KINDS", "Outcome", "Plan", "plan_of", "play"]
 
@@ -634,8 +634,7 @@ def _told(world: World) -> Iterator[None]:
         logger.setLevel(before)
 
 
-@contextmanager
-def _stand_ins(job: _Job) -> Iterator[None]:
+def _stand_ins(job: _Job) -> AbstractContextManager[None]:
     """What the package's modules find in place of the system and the guard."""
     here = job.here
 
@@ -646,28 +645,24 @@ def _stand_ins(job: _Job) -> Iterator[None]:
     def request_stop(why: str, code: int) -> bool:
         return here().hear(StopCause("request", code, why, is_own=True))
 
-    changes: list[tuple[Any, str, object]] = [
-        (connection_module, "host_store", job.host_store),
-        (connection_module, "own_space", lambda: here().host),
-        (scheduler_module, "TableFile", lambda folder: _TableFile(job)),
-        (worker_end_module, "SameProgram", lambda: SimpleNamespace(begin_again=lambda env: here().begin_again(env))),
-        (worker_end_module, "sys", _Here(lambda: here().sys)),
-        (worker_end_module, "atexit", _Here(lambda: SimpleNamespace(register=here().at_exit.append))),
-        (worker_end_module, "logging", SimpleNamespace(shutdown=lambda: None)),
-        (worker_end_module, "noted_stop_cause", lambda: here().noted),
-        (worker_end_module, "add_last_act", lambda act: None),
-        (worker_end_module, "flush_output", lambda: None),
-        (worker_end_module, "report_death", report_death),
-        (active_module, "request_stop", request_stop),
-    ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+    program = SimpleNamespace(begin_again=lambda env: here().begin_again(env))
+    return instead_of(
+        {
+            connection_module: {"host_store": job.host_store, "own_space": lambda: here().host},
+            scheduler_module: {"TableFile": lambda folder: _TableFile(job)},
+            worker_end_module: {
+                "SameProgram": lambda: program,
+                "sys": _Here(lambda: here().sys),
+                "atexit": _Here(lambda: SimpleNamespace(register=here().at_exit.append)),
+                "logging": SimpleNamespace(shutdown=lambda: None),
+                "noted_stop_cause": lambda: here().noted,
+                "add_last_act": lambda act: None,
+                "flush_output": lambda: None,
+                "report_death": report_death,
+            },
+            active_module: {"request_stop": request_stop},
+        }
+    )
 
 
 def play(plan: Plan, *, tells: bool = False) -> Outcome:

@@ -33,7 +33,6 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch.distributed
 from torch.distributed import DistNetworkError, DistStoreError
@@ -55,7 +54,7 @@ from tests.simulation.agents import Agent, Job, Outcome, Started
 from tests.simulation.schedules import Fault
 from tests.simulation.store import Connection, SimulatedStore
 from tests.simulation.workers import Alarm, Meeting, Worker
-from tests.simulation.world import Process, Topic, World
+from tests.simulation.world import Process, Topic, World, instead_of
 
 __all__ = ["KINDS", "STAGES", "Plan", "plan_of", "play"]
 
@@ -187,20 +186,20 @@ class Plan(agents.Plan):
 def plan_of(seed: int) -> Plan:
     """A schedule from its seed."""
     random = Random(seed)
-    step_s, steps, start_s = random.choice((0.05, 0.5, 2.0)), random.randint(4, 12), random.choice((0.2, 1.0))
+    step_s, steps, start_s = random.choice((0.05, 0.2, 0.6)), random.randint(4, 10), random.choice((0.1, 0.4))
     last = start_s + 1.2 * steps * step_s
     # The second step has been passed, as a rule.
     moments = [random.uniform(start_s + random.choice((0.0, 2.0, 2.0)) * step_s, last) for _ in range(2)]
     workers = random.choice((2, 3, 3, 4))
     faults = [Fault("kill worker", 0, random.randrange(workers), at=round(moments[0], 3))]
     while len(faults) < 5 and random.random() < 0.7:
-        late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 6)))
+        late_s = random.choice((0.0, random.uniform(-0.2, 0.5), random.uniform(0, 3)))
         kind, at, on = random.choice(("kill worker", random.choice(KINDS))), random.choice(moments) + late_s, None
         if random.random() < 0.6:
             # In a recovery one rank joins and one donates.
             kind, stage = random.choice(_ON)
             at, on = 0.0, (stage, 1 if stage in ("join", "donate") else random.randint(1, 4))
-        length_s = random.choice((0.3, 3.0, 15.0))
+        length_s = random.choice((0.3, 2.0, 8.0))
         faults.append(Fault(kind, 0, random.randrange(workers), at=round(max(0.0, at), 3), length_s=length_s, on=on))
     return Plan(
         seed,
@@ -210,7 +209,7 @@ def plan_of(seed: int) -> Plan:
         steps=steps,
         step_s=step_s,
         start_s=start_s,
-        save_s=random.choice((0.01, 0.5)),
+        save_s=random.choice((0.01, 0.3)),
         after_s=random.choice((0.0, 1.0)),
         is_guarded=True,
         hears_connections=random.random() < 0.6,
@@ -704,8 +703,9 @@ class InPlaceJob(Job):
     """All of it."""
 
     plan: Plan
-    in_place, rejoin_timeout_s = True, 6.0
+    in_place, rejoin_timeout_s = True, 3.0
     command = (sys.executable, "train.py")
+    modules = (*Job.modules, "mindx_elastic.rejoin.member", "mindx_elastic.rejoin.board")
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -828,11 +828,7 @@ class InPlaceJob(Job):
             abort=lambda: None, fence=lambda: True, wait_aborted=lambda: "", look=lambda: None, is_used=False
         )
         groups = SimpleNamespace(devices=empty, reset_ddp=lambda ddp: "", connect=self._connect)
-        before = agents._MODULES
         with ExitStack() as stack:
-            stack.enter_context(
-                patch.object(agents, "_MODULES", (*before, "mindx_elastic.rejoin.member", "mindx_elastic.rejoin.board"))
-            )
             stack.enter_context(super().replaced())
             stand_ins: dict[Any, dict[str, Any]] = {
                 launcher: {"ForkedStart": lambda *_, **__: _Forks(self)},
@@ -867,9 +863,7 @@ class InPlaceJob(Job):
                     "groups": groups,
                 },
             }
-            for module, names in stand_ins.items():
-                for name, instead in names.items():
-                    stack.enter_context(patch.object(module, name, instead))
+            stack.enter_context(instead_of(stand_ins))
             yield
 
     def _host_store(self, address: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
-from mindx_elastic.core.events import logger
 from tests.simulation.world import World
 
 __all__ = ["Fault", "Faults", "Played", "play_all", "play_part", "quiet", "shrink", "tell"]
@@ -106,12 +106,15 @@ def shrink(plan: PlanT, is_wrong: Callable[[PlanT], bool]) -> PlanT:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Thousands of schedules would be logged."""
-    before, logger.disabled = logger.disabled, True
+    """Thousands of schedules would be logged, by the package and by torch."""
+    before = logging.root.manager.disable
+    if before < logging.CRITICAL:  # to switch it clears the caches of all loggers
+        logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.disabled = before
+        if before < logging.CRITICAL:
+            logging.disable(before)
 
 
 def tell(plan: PlanT, play: Callable[[PlanT], Played]) -> str:
@@ -127,11 +130,12 @@ def play_all(simulation: str, seeds: range) -> tuple[Counter[str], list[tuple[in
     gc.freeze()  # torch's objects need not be looked at each time that those of a world are collected
     counts: Counter[str] = Counter()
     failed = []
-    for seed in seeds:
-        outcome: Played = module.play(module.plan_of(seed))
-        counts += outcome.count()
-        if outcome.wrong:
-            failed.append((seed, outcome.wrong))
+    with quiet():
+        for seed in seeds:
+            outcome: Played = module.play(module.plan_of(seed))
+            counts.update(outcome.count())
+            if outcome.wrong:
+                failed.append((seed, outcome.wrong))
     return counts, failed
 
 

@@ -72,7 +72,7 @@ def test_who_does_not_stop_is_urged_at_half_time_and_then_killed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kill worker", "sigterm agent"])
-@pytest.mark.parametrize("nodes", [16, pytest.param(32, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("nodes", [16, pytest.param(512, marks=pytest.mark.drill)])
 def test_twice_the_nodes_send_twice_the_messages_and_take_no_longer(nodes: int, kind: str) -> None:
     """All of them meet; one fails and all meet again, or one is told to stop."""
     less, more = (played(number, Fault(kind, 1, 0, at=4.1)) for number in (nodes, 2 * nodes))

@@ -20,7 +20,7 @@ from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Alarm", "Meeting", "Training", "Worker", "WorkerNode"]
 
-_AGREEMENT_S, _LATE_S = 5.0, 12.0
+_AGREEMENT_S, _LATE_S = 3.0, 7.0
 """A rank acts alone without an agreement, and where its deadline is near."""
 _CONNECT_S = 60.0
 """How long ranks wait for each other at their start."""
@@ -92,6 +92,8 @@ class Meeting:
         self.at_step: dict[int, set[int]] = {}
         self.offers: dict[int, int] = {}
         self.stop_step: int | None = None
+        self.requested: set[bool] = set()
+        """Stops that the store has: `Alarm.at_once`."""
         self.finished: set[int] = set()
 
     def admit(self, worker: Worker, restarts: int) -> None:
@@ -119,8 +121,10 @@ class Meeting:
     def spread(self, alarm: Alarm, origin: Worker) -> None:
         """A stop request in the store that rank 0 hosts."""
         host = self.workers.get(0)
-        if host is None or not host.process.is_alive or not self.is_connected:
+        if host is None or not host.process.is_alive or not self.is_connected or alarm.at_once in self.requested:
             return
+        if len(self.workers) == self.world_size:  # else one that comes later hears it from another one
+            self.requested.add(alarm.at_once)
         world = self.job.world
         for each in self.workers.values():
             if each is not origin:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["FIRST_FD", "File", "Process", "Stuck", "Topic", "World"]
+__all__ = ["FIRST_FD", "File", "Process", "Stuck", "Topic", "World", "instead_of"]
 
 _PARTS = "alarm", "agreement", "cluster", "guard", "core", "capture.update_gate"
 _PREFIXES = tuple(f"mindx_elastic.{part}" for part in _PARTS)
@@ -230,9 +230,11 @@ class World:
     def run(self, until: float) -> None:
         """Until every process has ended. Raises Stuck where that does not come before `until`."""
         self._until = until
-        while (thread := self._next()) is not None:
-            thread.greenlet.switch()
+        thread = self._next()
+        while thread is not None:
+            found = thread.greenlet.switch()
             self.thread = None
+            thread = found if isinstance(found, _Thread) else self._next()
         if self._failure is not None:
             raise self._failure
         if self.num_running:
@@ -345,7 +347,10 @@ class World:
             heapq.heappush(self._deadlines, (until, self._num_events, thread))
         found = self._next()
         if found is not thread:
-            (self._hub if found is None else found.greenlet).switch()
+            if found is None or not found.greenlet:  # a greenlet begins as deep in calls as who begins it is: the hub
+                self._hub.switch(found)
+            else:
+                found.greenlet.switch()
             self.thread = thread
         for topic in on:
             topic.waiters.pop(thread, None)
@@ -399,6 +404,20 @@ def _users_of(
     modules = [module for name, module in [*sys.modules.items()] if name.startswith(prefixes)]
     standards = [(name, sys.modules[name]) for name in sorted(names)]
     return [(each, name, found) for each in modules for name, found in standards if vars(each).get(name) is found]
+
+
+@contextmanager
+def instead_of(stand_ins: Mapping[Any, Mapping[str, object]]) -> Iterator[None]:
+    """What modules have by these names, for a while."""
+    before = [(module, name, getattr(module, name)) for module, names in stand_ins.items() for name in names]
+    for module, names in stand_ins.items():
+        for name, instead in names.items():
+            setattr(module, name, instead)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def _functions(instead: object) -> dict[str, object]:
