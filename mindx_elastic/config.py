@@ -216,6 +216,8 @@ class Settings(_FromEnv):
     """The step at which this run was rehearsed last; set by what has begun it again."""
     unmanaged: str = _one_of("MINDX_UNMANAGED", "error", "warn")
     """``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
+    odd: str = _one_of("MINDX_ODD", "ignore", "back", "stop")
+    """What to do about a step whose loss is no number; see `guard.odd_steps`."""
     log_level: str = _from("INFO", _read_log_level)
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
     zygote: str = _one_of("MINDX_ZYGOTE", "", "1", "0", "first")

@@ -8,6 +8,7 @@
     +-- UntrustedMessageError (ValueError)   a value in the store was not written by a rank of this job
     +-- UnmanagedStateError (RuntimeError)   state of the training that no checkpoint has: a resumed run would differ
     |   +-- ResumeDiffersError                the resumed run makes another step than the stopped one, and is not to
+    +-- OddStepError (ArithmeticError)       a step's loss is no number, and the job goes back to the step before
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
@@ -42,6 +43,7 @@ __all__ = [
     "MindxError",
     "MismatchError",
     "NoUsableCheckpointError",
+    "OddStepError",
     "PeerStartError",
     "ResumeDiffersError",
     "SaveError",
@@ -91,6 +93,11 @@ class UnmanagedStateError(MindxError, RuntimeError):
 class ResumeDiffersError(UnmanagedStateError):
     """The first step of the resumed run is not the one that the stopped process has made, and the guard was told to end
     the job then (``on_difference="stop"``). Nothing is saved; the checkpoint that it resumed from stays."""
+
+
+class OddStepError(MindxError, ArithmeticError):
+    """The loss or gradient norm of a step is no number, and ``Guard(odd=...)`` was given: the step is made again by the
+    next start; or it was, and came out so again, and the job was told to end then."""
 
 
 class DirectoryInUseError(UsageError):

@@ -35,7 +35,11 @@ def test_the_graceful_exit_switch(text: str, value: bool | None) -> None:
     [
         *((f"MINDX_GRACE_S={text}", "MINDX_GRACE_S") for text in ("soon", "0.4", "nan", "inf")),
         *(("MINDX_AGREEMENT_S=0", "MINDX_AGREEMENT_S"), ("MINDX_FINAL_SAVE=no", "MINDX_FINAL_SAVE")),
-        *(("MINDX_UNMANAGED=ignore", "MINDX_UNMANAGED"), ("MINDX_FLAG_POLL_S=0.001", "MINDX_FLAG_POLL_S")),
+        *(
+            ("MINDX_UNMANAGED=ignore", "MINDX_UNMANAGED"),
+            ("MINDX_ODD=skip", "MINDX_ODD"),
+            ("MINDX_FLAG_POLL_S=0.001", "MINDX_FLAG_POLL_S"),
+        ),
         *(("MS_ENABLE_GRACEFUL_EXIT=yes", "MS_ENABLE_GRACEFUL_EXIT"), ("MINDX_LOG_LEVEL=LOUD", "MINDX_LOG_LEVEL")),
         *((f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={text}", "TORCH_ELASTIC_SHUTDOWN") for text in ("1.5", "-1", "soon")),
         *(("RANK=1.5", "RANK"), ("RANK=2 WORLD_SIZE=2", "RANK=2"), ("RANK=-1 WORLD_SIZE=2", "RANK=-1")),

@@ -126,7 +126,8 @@ class CrashLoop:
 
 _REFUSAL = "UnmanagedStateError: "
 _USAGE = re.compile(
-    r"(?<![\w.])(?:(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): |SaveError: .*: cannot write there: )"
+    r"(?<![\w.])(?:(?:UsageError|UnsafeDirectoryError|UnsupportedStateError): |OddStepError: .*: it is the program's "
+    r"own|SaveError: .*: cannot write there: )"
 )
 """Of this package: one of another has the name of its module in front of it. The last one is a start's in a directory
 where nothing can be written (`persist.storage.prepare_owned_directory`): the disk is full, say."""

@@ -38,6 +38,7 @@ from mindx_elastic.guard.loops.between_steps import Evaluations
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import Loops, NumberedBatches
 from mindx_elastic.guard.observers import observers
+from mindx_elastic.guard.odd_steps import OddStepWatch, watch_odd_steps
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
@@ -102,6 +103,8 @@ class Guard(LayeredGuard):
       resumed run makes that step again and is compared with it; default ``MINDX_OVERLAP`` or True. What that step does
       besides training (a print, a file) happens twice. `on_difference`: ``"warn"``, or ``"stop"``: end the job then.
     * `rehearse`: steps (or ``"epoch"``) where the job stops and goes on in new processes, to try its resume early.
+    * `odd`: ``"back"``: a step whose loss (or ``step_end(grad_norm=...)``) is no number is made again, once, by new
+      processes from the boundary before: odd again, the training goes on; ``"stop"``: it ends. ``MINDX_ODD``.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
     * `remove_redundancy`: True: in periodic saves and at the end a machine's DDP ranks write each part of what they
       share once, and a resume needs all their files. At a stop, from 3 ranks on, each part is in two files either way.
@@ -142,6 +145,7 @@ class Guard(LayeredGuard):
         overlap: bool | None = None,
         on_difference: str = "warn",
         rehearse: int | str | Sequence[int | str] | None = None,
+        odd: str | None = None,
     ) -> None:
         super().__init__()
         self._options = GuardOptions(
@@ -167,6 +171,7 @@ class Guard(LayeredGuard):
             overlap=overlap,
             on_difference=on_difference,
             rehearse=rehearse,
+            odd=odd,
         )
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
@@ -187,6 +192,7 @@ class Guard(LayeredGuard):
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._fewer = FewerRanks()
+        self._odd: OddStepWatch | None = None
 
     # --- life ---
 
@@ -284,6 +290,8 @@ class Guard(LayeredGuard):
             boundaries=self._boundaries,
             is_outside=lambda: self._evaluations.depth > 0,
         )
+        asked = opening.settings.odd != "ignore"
+        self._odd = watch_odd_steps(opening, is_layered=self._loops.is_layered) if asked else None
         self._ending = GuardEnding(opening, self.stopper, self._listeners, self._loops, self._loaders, self._overlap)
         opening.meet_last()
 
@@ -424,6 +432,8 @@ class Guard(LayeredGuard):
         (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `prove`
         names any of the `scalars` that differs; a resumed run compares the `loss`.
         """
+        if self._odd is not None and not self._overlap.is_playing:
+            self._odd.look(self._loops.step + 1, scalars)
         self._end_step()
         if self._overlap.looks:
             self._overlap.scalars = scalars
@@ -647,7 +657,8 @@ class Guard(LayeredGuard):
     # --- leaving ---
 
     def _conclude(self, error: BaseException | None) -> None:
-        way_out = self._overlap.way_out(error)
+        caught = None if self._odd is None else self._odd.left
+        way_out = self._overlap.way_out(error or caught)
         self._ending.conclude(way_out, finish=self._finish)
         if way_out is not error and way_out is not None:
             raise way_out from error

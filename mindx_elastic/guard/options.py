@@ -48,6 +48,7 @@ class GuardOptions:
     on_difference: str = "warn"
     rehearse: int | str | Sequence[int | str] | None = None
     layouts: Mapping[str, Layout] | None = None
+    odd: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, Path)) or not str(self.directory):
@@ -61,6 +62,8 @@ class GuardOptions:
             raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
         if self.on_difference not in ("warn", "stop"):
             raise UsageError(f'on_difference={self.on_difference!r}: give "warn" or "stop"')
+        if self.odd not in (None, "ignore", "back", "stop"):
+            raise UsageError(f'odd={self.odd!r}: give "back", "stop", "ignore" or None')
         parse_rehearse(self.rehearse, "rehearse")
         check_policies([*self.exit_policies(), *self.periodic_policies()])
 
@@ -101,6 +104,7 @@ class GuardOptions:
     def settings(self) -> Settings:
         """The environment's settings, where these options do not say otherwise. Raises UsageError."""
         given: dict[str, Any] = {"final_save": self.final_save, "overlap": self.overlap, "unmanaged": self.unmanaged}
+        given["odd"] = self.odd
         if self.rehearse is not None:
             given["rehearse"] = parse_rehearse(self.rehearse, "rehearse")
         settings = replace(Settings.from_env(), **{name: value for name, value in given.items() if value is not None})

@@ -35,6 +35,7 @@ from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, keep_consistent, policies_for
 from mindx_elastic.guard.saver import DeviceWentOnError, Saver
 from mindx_elastic.persist.writer import SaveResult
+from mindx_elastic.start.odd_steps import odd_step_of
 
 __all__ = ["GATE_S", "MOVES", "SETTLED", "StopPhase", "StopSave", "StopState", "choose_held_boundary"]
 
@@ -198,6 +199,8 @@ class StopSave:
                 logger.error("step %d is not saved: the training was refused before", step)
             self._fail(step, "the training was refused", alarm.reason, "refused: state that is not kept")
             return
+        if (odd := odd_step_of(alarm.reason)) is not None and (problem or step >= odd):
+            problem = f"step {odd} is to be made again"
         if problem:
             self._refuse(step, problem, "state is not at a boundary")
             return

@@ -32,6 +32,7 @@ from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.start.facts import FileFact, Rejected
 from mindx_elastic.start.file_facts import Strategies, facts_of
+from mindx_elastic.start.odd_steps import ODD_STEPS, OddStep, read_odd_steps
 
 __all__ = [
     "Findings",
@@ -139,6 +140,8 @@ class Findings:
     """Highest attempt of each run, in memory or on disk."""
     known: set[str] = field(default_factory=set)
     """The runs that appear in files and event logs on disk."""
+    odd: list[OddStep] = field(default_factory=list)
+    """Steps whose loss was no number, according to the directories."""
     rejected: list[Rejected] = field(default_factory=list)
     """Files that cannot be used, or not by every rank."""
     anything: bool = False
@@ -168,6 +171,8 @@ class Findings:
             for moment, state in states.items()
         ]
         content = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        if not self.odd:
+            del content["odd"]
         content |= {"facts": list(map(row, self.facts)), "in_memory": list(map(row, self.in_memory)), "own": own}
         return json.dumps(content, separators=(",", ":"), default=lambda v: sorted(v) if type(v) is set else asdict(v))
 
@@ -256,6 +261,9 @@ def scan(
     if transport is not None:
         places = {fact.path: transport.locate(Path(fact.path), fact.rank) for fact in found.facts}
         found.places = {path: place for path, place in places.items() if place is not None}
+    for path in listing.files if share[0] == 0 else ():
+        if path.name.startswith(ODD_STEPS):
+            found.odd += read_odd_steps(path, trust.of(path.parent)).steps
     _find_own_states(listing, rank, trust, found)
     _find_known_runs(listing, on_disk, in_memory, trust, found)
     return found

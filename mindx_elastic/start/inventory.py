@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import missing_ranks, rank_list
 from mindx_elastic.memory.boundaries import OwnState
@@ -27,6 +27,7 @@ from mindx_elastic.start.candidate import Candidate, Context
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.start.file_facts import facts_of
 from mindx_elastic.start.findings import Findings, Place
+from mindx_elastic.start.odd_steps import OddStep, without_odd_steps
 from mindx_elastic.start.planner import order_of_moments, plan_resume
 from mindx_elastic.start.unused_state import RecordedSaves
 
@@ -123,6 +124,8 @@ class Inventory:
         self.runs: set[str] = set()
         """The runs whose snapshots may be used."""
         self.rejected: list[Rejected] = []
+        self.odd: list[OddStep] = []
+        """Steps that no start uses, nor what has come of them."""
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
         """By path, the entries that this process has read itself."""
@@ -145,6 +148,8 @@ class Inventory:
         disks, machines = _groups([each.disk for each in findings]), _groups([each.machine for each in findings])
         for found in findings:
             made._add(found, disks[found.disk], machines[found.machine])
+        if made.odd:
+            made._leave_out_odd_steps()
         for rank, found in enumerate(findings):
             made._add_own(found, None if len(findings) == 1 else rank)
         return made
@@ -162,6 +167,7 @@ class Inventory:
         self.rejected += [one for one in found.rejected if (one.what, one.reason) not in known]
         self.anything |= found.anything
         self.other |= found.other
+        self.odd += found.odd
         self.unforeseen |= found.unforeseen
         self.foreseen |= {(run, *newest) for run, newest in found.foreseen.items()}
         self.entries |= found.entries
@@ -172,6 +178,13 @@ class Inventory:
         for run, attempt in found.attempts.items():
             if run in self.runs or run in found.known:
                 self._attempts[run] = max(attempt, self._attempts.get(run, 0))
+
+    def _leave_out_odd_steps(self) -> None:
+        spoiled = without_odd_steps((key[3] for key in self._files), self.odd)
+        self._files = {key: file for key, file in self._files.items() if key[3] not in spoiled}
+        for moment, step in sorted(spoiled.items()):
+            why = f"step {step.step} was odd on rank {step.rank} ({step.what}); odd_steps_rank_{step.rank}.json says so"
+            self.rejected.append(Rejected(moment_name(moment), why, moment))
 
     def _add_own(self, found: Findings, only: int | None) -> None:
         for rank, states in found.own.items():

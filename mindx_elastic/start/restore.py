@@ -366,7 +366,10 @@ class PlanPart(FollowedPart):
             strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
             by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
             self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
-        self._told_lines = set(self._inventory.lines(self._inventory.rejected))
+        rejected = self._inventory.rejected
+        if self._inventory.odd:
+            rejected = [each for each in rejected if each.moment is None]
+        self._told_lines = set(self._inventory.lines(rejected))
         return self._choose()
 
     def _choose(self) -> Merged:

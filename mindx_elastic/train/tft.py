@@ -38,6 +38,7 @@ _PORTS = range(1024, 65536)
 _INSTEAD = {
     "ARF": "mindx-elastic run --recover in-place",
     "RSC": "mindx-elastic run, which reads reset.json and starts the ranks again",
+    "TRE": 'Guard(odd="back") in a loop of your own',
     "TSP": "mindx-elastic pause, and resume",
 }
 """What stands here for other switches."""

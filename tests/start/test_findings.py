@@ -48,6 +48,7 @@ def test_everything_survives_the_wire(tmp_path: Path) -> None:
         ("own", [[-1, "run-a", 0, 3, False, True]]),
         ("foreseen", {"run-a": [0]}),
         ("attempts", {"run-a": 1.5}),
+        ("odd", [{"run_id": "run-a", "attempt": 0, "step": -1, "rank": 0, "what": "", "verdict": "open"}]),
     ],
 )
 def test_what_no_rank_says_is_refused(tmp_path: Path, name: str, value: object) -> None:

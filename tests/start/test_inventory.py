@@ -11,6 +11,7 @@ import pytest
 from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.start.facts import FileFact, Refusal, ResumePlan, World
 from mindx_elastic.start.inventory import Inventory, SavedStep, newest_complete, until_sound
+from mindx_elastic.start.odd_steps import OddStep, OddSteps, odd_steps_path
 from mindx_elastic.start.unused_state import RecordedSaves
 from tests.checkpoint_files import cut_off_end, write, write_step
 from tests.start.arenas import Machine
@@ -49,6 +50,25 @@ def test_a_copy_elsewhere_counts_for_its_own_rank_when_it_can_be_fetched(tmp_pat
     assert fact_at(inventory, Path(copy.path)).visible_to == frozenset({0})
     assert isinstance(inventory.plan(World(2)), Refusal)
     assert isinstance(merged(nodes).plan(World(2)), Refusal)
+
+
+def test_an_attempts_files_of_an_odd_step_and_later_ones_are_not_used(tmp_path: Path) -> None:
+    """Whichever node's disk has the record. The attempt that has made the step again is used."""
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for rank, node in enumerate(nodes):
+        for step in (6, 7, 8):
+            write(node / f"rank_{rank}" / f"a-1_{step}.safetensors", step=step, rank=rank, world_size=2)
+    odd = OddSteps([OddStep("run-a", 0, 7, 1, "loss nan", "open")])
+    odd_steps_path(nodes[1], 1).write_bytes(odd.as_json())
+    inventory = merged(nodes)
+    plan = planned(inventory.plan(World(2)))
+    assert plan.step == 6
+    assert sorted(each.moment[2] for each in plan.rejected if each.moment) == [7, 8]
+    why = "step 7 was odd on rank 1 (loss nan); odd_steps_rank_1.json says so"
+    assert inventory.lines(plan.rejected) == [f"run run-a step 7 is not used: {why}"]
+    for rank, node in enumerate(nodes):
+        write(node / f"rank_{rank}" / "b-1_7.safetensors", step=7, rank=rank, world_size=2, attempt=1)
+    assert planned(merged(nodes).plan(World(2))).moment == ("run-a", 1, 7)
 
 
 def test_a_rank_speaks_of_its_own_small_states_only(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setenv("MS_ENABLE_TFT", "{UCE:1 ARF:1 TSP:1 RSC:1 TRE:1}")
     register()
     (record,) = caplog.records
-    arf, rest = "ARF is mindx-elastic run --recover in-place; ", "nothing is done for TRE, UCE"
+    arf, rest = "ARF is mindx-elastic run --recover in-place; ", "nothing is done for UCE"
     rsc = "RSC is mindx-elastic run, which reads reset.json and starts the ranks again; "
-    others = f"{rsc}TSP is mindx-elastic pause, and resume; "
+    others = f'{rsc}TRE is Guard(odd="back") in a loop of your own; TSP is mindx-elastic pause, and resume; '
     assert record.getMessage() == f"MS_ENABLE_TFT: TTP is on; switched on otherwise here: {arf}{others}{rest}"
     monkeypatch.setenv("MINDX_RECOVER", "in-place")
     monkeypatch.setenv("MS_ENABLE_TFT", "{ARF:1}")
