@@ -27,7 +27,7 @@ from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
-from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.arena import RankArena, ranks_here
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import job_folder, rank_folders, read_owner
 from mindx_elastic.memory.memory_files import RING_COPY
@@ -193,8 +193,8 @@ class _Machine:
 
     def __init__(self, directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust) -> None:
         self.directory, self.job, self._arenas, self._trust = directory, job, arenas, trust
-        self.ranks = sorted(rank_folders(job))
-        """Those with a folder in memory, whether it could be opened or not."""
+        self.ranks = sorted(ranks_here(job))
+        """Those that live here and have a folder in memory, whether it could be opened or not."""
         self.damaged: set[str] = set()
         """Snapshots."""
         self.look()
@@ -292,7 +292,7 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
     )
     newest_usable = next(usable, len(steps))
     kept = set()
-    for rank in sorted({rank for step in steps for rank in machine.in_memory(step)}):
+    for rank in sorted({rank for step in steps for rank in machine.in_memory(step)}.intersection(machine.ranks)):
         number, newest = next((n, step) for n, step in enumerate(steps) if rank in machine.in_memory(step))
         if number < newest_usable and any(fact.rank == rank for fact in machine.to_write(newest)):
             kept.add(rank)

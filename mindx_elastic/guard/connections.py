@@ -89,9 +89,11 @@ class Connections:
         """After the first meeting."""
         if self.memory is None:
             self.exchange.tell("snapshot_every", NO_SNAPSHOTS)  # the others need not wait for its measurement
-        self.mirror = self._nodes.open_mirror(self._directories, self.exchange, self._saver.events, self._saver.trust)
+        arena = None if self.memory is None or self._saver.replicated else self.memory.arena
+        saver = self._saver
+        self.mirror = self._nodes.open_mirror(self._directories, self.exchange, saver.events, saver.trust, arena)
         if self.mirror is not None:
-            self._stack.callback(self.mirror.close)
+            self._stack.callback(self._close_mirror, self.mirror)
 
     def greet(self) -> None:
         """After the second meeting, in which the ranks have told each other where they receive files."""
@@ -147,12 +149,15 @@ class Connections:
                 donates=self._member is not None,
                 begins_again=begins_again,
                 tell_interval=lambda every: self.page.set(snapshot_every=every),
+                neighbours=None if self.mirror is None else self.mirror.nearby,
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()
         if self.mirror is not None and resumed is not None:
             # The nodes that held its copies may have lost them.
             self.mirror.submit(resumed.path, resumed.checkpoint.info.step)
+            if self.mirror.nearby is not None and self.takes_snapshots:
+                self.mirror.nearby.copy_newest()
         if self.link is not None:
             self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas, self.home)
 
@@ -214,6 +219,9 @@ class Connections:
         """Entering has failed: give the agent the cause."""
         if self.link is not None and error is not None:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
+
+    def _close_mirror(self, mirror: Mirror) -> None:
+        mirror.close(keeps_memory=self.keep_memory)
 
     def _close_memory(self) -> None:
         if self.memory is not None and self._member is not None and self._stays:

@@ -18,6 +18,7 @@ job/owner.json        each rank, at its start: `memory`              a start (`m
 rank_*/slot_*         the rank, at some boundaries: `snapshots`      a start (`memory_files`), the holder
 rank_*/commit         the same: what is true of the slots            the same
 rank_*/boundaries     the rank, at each boundary: `boundaries`       the same
+rank_*/copy           `mirror`: the rank lives on another node       the holder, `leftovers`
 rank_*/lock           locked while the rank's process lives          `folders`, before anything is removed
 ====================  =============================================  =================================================
 

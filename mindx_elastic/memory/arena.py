@@ -10,6 +10,7 @@
         rank_{r}/commit                                      what is true of the two slots
         rank_{r}/boundaries                                  the volatile state of the last boundaries (`BoundaryRing`)
         rank_{r}/steps                                       a little of each of the last steps (`prove.kept_steps`)
+        rank_{r}/copy                                        the rank lives on another node: `mirror` keeps copies here
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
 after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
@@ -40,20 +41,30 @@ import xxhash
 from mindx_elastic.core.pinned import PinnedMemory
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_private, make_user_folder, remove_rank
+from mindx_elastic.memory.folders import (
+    OWNER_FILE,
+    job_folder,
+    make_private,
+    make_user_folder,
+    rank_folders,
+    remove_rank,
+)
 
 __all__ = [
+    "COPY_FILE",
     "STEPS_FILE",
     "ArenaFile",
     "RankArena",
     "SlotRecord",
     "SlotState",
     "bytes_of",
+    "ranks_here",
     "read_records",
 ]
 
 NUM_SLOTS = 2
 STEPS_FILE = "steps"
+COPY_FILE = "copy"
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
 _RECORD_ROOM = 64  # a record and its digest, one cache line
 _PREDECESSOR_S = 5.0
@@ -102,6 +113,11 @@ def read_records(folder: Path) -> list[SlotRecord]:
     except OSError:
         return []
     return [SlotRecord.unpack(data[start : start + _RECORD_ROOM]) for start in range(0, len(data), _RECORD_ROOM)]
+
+
+def ranks_here(job: Path) -> dict[int, Path]:
+    """Rank -> folder, without those that hold copies of a rank of another node."""
+    return {rank: folder for rank, folder in rank_folders(job).items() if not (folder / COPY_FILE).exists()}
 
 
 class ArenaFile:
@@ -212,16 +228,24 @@ def _no_room(path: Path, nbytes: int) -> str:
 class RankArena:
     """One rank's arena, open for writing. Used by one process at a time, which holds the lock; one thread."""
 
-    def __init__(self, base: Path, directory: Path, rank: int) -> None:
-        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to another user."""
-        self.job, self.folder, self._lock = _open_locked(base, directory, rank)
+    def __init__(self, base: Path, directory: Path, rank: int, *, is_copy: bool = False) -> None:
+        """Create or adopt it. `is_copy`: the rank lives on another node. Raises ArenaError when it is in use, or the
+        place belongs to another user."""
+        self._place = base, directory
+        self.job, self.folder, self._lock = _open_locked(base, directory, rank, 0.0 if is_copy else _PREDECESSOR_S)
         self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
         self._commit = ArenaFile(self.folder / "commit")
         try:
             self._records = self._commit.resize(NUM_SLOTS * _RECORD_ROOM)
+            if is_copy:
+                os.close(open_regular(self.folder / COPY_FILE, os.O_RDWR | os.O_CREAT))
         except OSError:
             self.close()
             raise
+
+    def of_neighbour(self, rank: int) -> RankArena:
+        """The arena beside this one for copies of a rank of another node. Raises OSError."""
+        return RankArena(*self._place, rank, is_copy=True)
 
     def describe(self, directory: Path, run_id: str) -> None:
         """Write ``owner.json``."""
@@ -263,7 +287,7 @@ class RankArena:
             there = {path.name for path in self.folder.iterdir()}
         except OSError:
             return False
-        files = there - {"lock", "commit", STEPS_FILE, *(slot.path.name for slot in self.slots)}
+        files = there - {"lock", "commit", COPY_FILE, STEPS_FILE, *(slot.path.name for slot in self.slots)}
         return not files and all(self.record(index).state is SlotState.EMPTY for index in range(NUM_SLOTS))
 
     def remove(self) -> None:
@@ -279,12 +303,12 @@ class RankArena:
             self._lock = -1
 
 
-def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, int]:
+def _open_locked(base: Path, directory: Path, rank: int, patience_s: float) -> tuple[Path, Path, int]:
     """Make the folders of the job and the rank, and lock the latter: both, and the descriptor.
 
     A job that ends at this moment, this one's predecessor or another one, may take a folder away in between.
     """
-    end = time.monotonic() + _PREDECESSOR_S
+    end = time.monotonic() + patience_s
     folder = job_folder(base, directory) / f"rank_{rank}"
     while True:
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.posix import is_missing, is_own_folder
-from mindx_elastic.memory.arena import read_records
+from mindx_elastic.memory.arena import ranks_here, read_records
 from mindx_elastic.memory.folders import (
     maker_in,
     rank_folders,
@@ -92,9 +92,7 @@ def _look_at_arenas(path: Path) -> dict[str, Any]:
 
 def newest_step(arenas: Path) -> int | None:
     """The newest step of which each rank that keeps snapshots has one; ranks that hold the same keep one together."""
-    steps = [
-        {record.step for record in read_records(folder) if record.state} for folder in rank_folders(arenas).values()
-    ]
+    steps = [{record.step for record in read_records(folder) if record.state} for folder in ranks_here(arenas).values()]
     return max(set.intersection(*kept), default=None) if (kept := [found for found in steps if found]) else None
 
 

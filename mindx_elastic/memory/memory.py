@@ -19,12 +19,12 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.arena import STEPS_FILE, RankArena
+from mindx_elastic.memory.arena import COPY_FILE, STEPS_FILE, RankArena
 from mindx_elastic.memory.boundaries import BoundaryLog, StepCounter
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory_files import RING_COPY, known_runs
 from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
-from mindx_elastic.memory.snapshots import Snapshotter, adopt_slots
+from mindx_elastic.memory.snapshots import Neighbours, Snapshotter, adopt_slots
 from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["Memory", "open_memory"]
@@ -43,10 +43,11 @@ class Memory:
         is_known: bool = False,
     ) -> None:
         """`is_known`: this process has had the arena open all the time."""
-        self._arena, self._directory, self._local_rank = arena, directory, local_rank
+        self.arena, self._directory, self._local_rank = arena, directory, local_rank
         self._every = snapshot_every
         self._log: BoundaryLog | None = None
         self._snapshotter: Snapshotter | None = None
+        (arena.folder / COPY_FILE).unlink(missing_ok=True)  # the rank may have come here from another node
         for note in () if is_known else adopt_slots(arena):
             logger.warning("%s", note)
 
@@ -58,12 +59,12 @@ class Memory:
     @property
     def folder(self) -> Path:
         """The job's folder: this rank's arena and those of the other ranks of the machine."""
-        return self._arena.job
+        return self.arena.job
 
     @property
     def steps_file(self) -> Path:
         """In this rank's arena, see `memory.arena`."""
-        return self._arena.folder / STEPS_FILE
+        return self.arena.folder / STEPS_FILE
 
     def start(
         self,
@@ -80,17 +81,18 @@ class Memory:
         donates: bool = False,
         begins_again: bool = False,
         tell_interval: Callable[[int], None] = lambda every: None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """The state is back, from `resumed`, and training begins. `replicas`: the modules that other ranks hold too;
         `all_alike`: every rank does. `donates`: `donate` may be called, also where no snapshots are taken.
         `begins_again`: after a recovery in place. `tell_interval`: called with the number of steps between two
         snapshots, when it is known."""
         if resumed is not None:
-            self._arena.keep(resumed.attempt, resumed.step)
+            self.arena.keep(resumed.attempt, resumed.step)
         try:
-            self._arena.describe(self._directory, events.run_id)
+            self.arena.describe(self._directory, events.run_id)
         except OSError as error:
-            logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
+            logger.warning("%s: cannot be written to (%s)", self.arena.job, error)
         if not events.is_recorded and events.run_id not in known_runs([self._directory], [events.run_id]):
             logger.warning(
                 "%s: not even which run this is can be written there; should it be killed before that works again, a "
@@ -99,7 +101,7 @@ class Memory:
             )
         modules = list(replicas)
         if modules:
-            self._log = BoundaryLog(self._arena, collector, modules, counter)
+            self._log = BoundaryLog(self.arena, collector, modules, counter)
             if begins_again and resumed is not None:
                 self._log.begin_again(events.run_id, events.attempt, resumed.moment)
             else:
@@ -109,7 +111,7 @@ class Memory:
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
             instead = None if self._log is None or self._local_rank == 0 or not all_alike else self._log.pin
             self._snapshotter = Snapshotter(
-                self._arena,
+                self.arena,
                 collector,
                 update_gate,
                 schedule,
@@ -119,6 +121,7 @@ class Memory:
                 instead=instead,
                 all_alike=all_alike,
                 tell=tell_interval,
+                neighbours=neighbours,
             )
 
     def at_boundary(self, step: int, *, tail_follows: bool = False, after_tail: bool = False) -> None:
@@ -162,17 +165,17 @@ class Memory:
             self._snapshotter.close()
         if self._log is not None:
             self._log.close()
-        return self._arena
+        return self.arena
 
     def close(self, *, keep: bool) -> None:
         """`keep`: the next start may need what is there; else everything is removed."""
         self.release()
-        if keep and not self._arena.is_empty:
-            self._arena.close()
+        if keep and not self.arena.is_empty:
+            self.arena.close()
         else:
-            self._arena.remove()
+            self.arena.remove()
             with suppress(OSError):
-                (self._directory / self._arena.folder.name / RING_COPY).unlink(missing_ok=True)
+                (self._directory / self.arena.folder.name / RING_COPY).unlink(missing_ok=True)
 
 
 def open_memory(

@@ -60,14 +60,15 @@ class SnapshotSchedule:
             (self._trials if extra else self._plain).append(step_s)
             del self._plain[:-64]
 
-    def proposal(self) -> int | None:
-        """The interval that the measurements call for; None while there are not enough."""
+    def proposal(self, copy_s: float = 0.0) -> int | None:
+        """The interval that the measurements call for; None while there are not enough. `copy_s`: a snapshot's way to
+        other nodes, which must be there in half of the interval, or the ranks would have no step in common."""
         if self.every is not None or len(self._trials) < _TRIALS or len(self._plain) < _PLAIN_STEPS:
             return None
         usual = max(median(self._plain), 1e-6)
         cost = max(0.0, median(self._trials) - usual)
         interval = 2  # 1 would mean synchronous
-        while interval < _LONGEST and cost > _BUDGET * usual * interval:
+        while interval < _LONGEST and (cost > _BUDGET * usual * interval or 2 * copy_s > usual * interval):
             interval *= 2
         return interval
 

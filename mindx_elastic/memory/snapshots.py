@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -43,6 +43,7 @@ from mindx_elastic.persist.format import CheckpointInfo, HeaderDraft, seal_heade
 
 __all__ = [
     "NO_SNAPSHOTS",
+    "Neighbours",
     "SnapshotLayout",
     "Snapshotter",
     "adopt_slots",
@@ -50,6 +51,7 @@ __all__ = [
     "lay_out",
     "reach",
     "seal_slot",
+    "sealed_header",
 ]
 
 
@@ -63,6 +65,17 @@ _AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same 
 
 def reach(stage: str) -> None:
     """Called at each stage of a copy; does nothing. Tests put a kill here."""
+
+
+class Neighbours(Protocol):
+    """Keep a rank's snapshots in the memory of other nodes; the package's own implementation is `mirror.nearby`."""
+
+    @property
+    def took_s(self) -> float:
+        """Seconds that a copy takes; 0 while that is not known."""
+
+    def copy_newest(self) -> None:
+        """There is a new snapshot: copy it, in the background. Training or snapshot thread."""
 
 
 class Snapshotter:
@@ -81,13 +94,14 @@ class Snapshotter:
         instead: Callable[[], None] | None = None,
         all_alike: bool = True,
         tell: Callable[[int], None] = lambda every: None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """`describe` gives the header facts of the collector's current boundary. `all_alike`: the ranks hold the same.
 
         `instead`: what to do in place of a copy, where another rank of the machine copies a state that all share.
         `tell`: called with the interval in steps, when it is known.
         """
-        self._instead, self._all_alike, self._tell = instead, all_alike, tell
+        self._instead, self._all_alike, self._tell, self._neighbours = instead, all_alike, tell, neighbours
         if schedule.every:
             tell(schedule.every)
         self._arena, self._collector, self._gate = arena, collector, update_gate
@@ -127,11 +141,12 @@ class Snapshotter:
             self._hurry = True
             self.drain()  # the copier's digests: it may have had the last one
             self._gate.settle()
-            self._copy()
+            if self._copy() is not None and self._neighbours is not None:
+                self._neighbours.copy_newest()
             self._hurry = False
         elif self._extra:
             self._hand_over()
-        elif (proposal := self.schedule.proposal()) is not None:
+        elif (proposal := self.schedule.proposal(self._neighbours.took_s if self._neighbours else 0.0)) is not None:
             self._agree(proposal)
         self._step_began = now if self._extra else time.perf_counter()
 
@@ -156,6 +171,8 @@ class Snapshotter:
             self._gate.give_back()
         if index is not None:
             self._seal(index)
+            if self._neighbours is not None:
+                self._neighbours.copy_newest()
 
     def _copy(self) -> int | None:
         """Training thread, the copier while the gate is lent, or who holds the gate. The slot, if the copy is good."""
@@ -412,7 +429,8 @@ def seal_slot(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambd
     """Put the digests into a copied slot; False when ``go_on()`` became false (the slot is needed again)."""
     record = arena.record(index)
     memory = arena.slots[index].resize(record.nbytes)
-    header = _sealed(memory, record, go_on)
+    with memoryview(memory) as view:
+        header = sealed_header(lambda start, end: view[start:end], record, go_on)
     if header is None:
         return False
     # Half a header makes the file unreadable, and the record still says that the bytes are all there.
@@ -421,22 +439,23 @@ def seal_slot(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambd
     return True
 
 
-def _sealed(memory: mmap.mmap, record: SlotRecord, go_on: Callable[[], bool]) -> bytes | None:
-    draft = memory[: record.header_bytes]  # or half sealed, by a process that was killed over it: only digests differ
+def sealed_header(
+    read: Callable[[int, int], bytes | memoryview], record: SlotRecord, go_on: Callable[[], bool]
+) -> bytes | None:
+    """The header of a copied slot with the digests of what `read(start, end)` returns; None when ``go_on()`` became
+    false. Raises ValueError, LookupError, TypeError for a slot that has changed meanwhile."""
+    draft = bytes(read(0, record.header_bytes))  # or half sealed, by a process that was killed over it
     content = json.loads(draft[8:])
     metadata = content.pop("__metadata__")
     digests: dict[str, str] = {}
-    with memoryview(memory) as view:
-        for name in json.loads(metadata["mindx.digests"]):
-            start, end = content[name]["data_offsets"]
-            digest = xxhash.xxh3_128()
-            for position in range(start, end, _HASH_PIECE):
-                if not go_on():
-                    return None
-                piece = view[record.header_bytes + position : record.header_bytes + min(position + _HASH_PIECE, end)]
-                digest.update(piece)
-                piece.release()
-            digests[name] = digest.hexdigest()
+    for name in json.loads(metadata["mindx.digests"]):
+        start, end = content[name]["data_offsets"]
+        digest = xxhash.xxh3_128()
+        for position in range(start, end, _HASH_PIECE):
+            if not go_on():
+                return None
+            digest.update(read(record.header_bytes + position, record.header_bytes + min(position + _HASH_PIECE, end)))
+        digests[name] = digest.hexdigest()
     return seal_header(draft, digests)
 
 

@@ -27,6 +27,8 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import CheckpointError, UsageError
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.mirror.nearby import Nearby, receive
 from mindx_elastic.mirror.partners import all_partners
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, ask, header_digest, incoming, rank_of
@@ -93,17 +95,23 @@ class NodesPart(Part):
                 self._host = _own_host(str(answer.common))
 
     def open_mirror(
-        self, roots: Sequence[Path], exchange: Exchange, events: EventLog, trust: Trust | None = None
+        self,
+        roots: Sequence[Path],
+        exchange: Exchange,
+        events: EventLog,
+        trust: Trust | None = None,
+        arena: RankArena | None = None,
     ) -> Mirror | None:
         """None where there are no copies to make. Main thread, after the meeting.
 
         `roots`: the guard's directories, in the same order on every rank. `trust`: whose files may be given away.
+        `arena`: this rank's; None: snapshots need no copies.
         """
         if not self._is_wanted:
             return None
-        server = _listen(self._ranks, roots, self._sources, self._host, exchange.derive, trust)
+        server = _listen(self._ranks, roots, self._sources, self._host, exchange.derive, trust, arena)
         endpoints = EndpointsPart(server, [*self._partners, *self._sources], exchange.derive)
-        return Mirror(self._ranks, roots, self._partners, endpoints, server, events, trust)
+        return Mirror(self._ranks, roots, self._partners, endpoints, server, events, trust, arena)
 
 
 class EndpointsPart(Part):
@@ -167,13 +175,14 @@ def _listen(
     host: str,
     derive: Callable[[str], str],
     trust: Trust | None,
+    arena: RankArena | None,
 ) -> Server | None:
     for root in roots:
         for source in sources:
             if (folder := root / f"rank_{source}").is_dir():
                 remove_stale_temps(folder)  # of a receiver that was killed
     try:
-        return Server(ranks, roots, sources, host, derive=derive, trust=trust)
+        return Server(ranks, roots, sources, host, derive=derive, trust=trust, arena=arena)
     except OSError as error:
         # The other ranks wait for an answer; they get one, and their copies fail with a warning.
         logger.warning("rank %d cannot listen on %s (%s): it keeps no copies", ranks.rank, host, error)
@@ -211,8 +220,9 @@ class Mirror:
         server: Server | None,
         events: EventLog,
         trust: Trust | None = None,
+        arena: RankArena | None = None,
     ) -> None:
-        self._trust = trust or Trust()
+        self._trust, self._arena = trust or Trust(), arena
         self.partners = tuple(partners)
         """The ranks that keep this rank's copies."""
         self._ranks, self._roots, self.endpoints = ranks, tuple(roots), endpoints
@@ -223,6 +233,8 @@ class Mirror:
         self._failing: set[int] = set()
         self._channels: set[Channel] = set()
         self._presence: list[Channel] = []
+        self.nearby = None if arena is None else Nearby(arena, self.partners, self._request_keeping, self._warn)
+        """Copies this rank's snapshots; None: they need no copies."""
 
     def greet(self) -> None:
         """Tell the partners that files will come. Main thread, when the ranks have told each other their endpoints."""
@@ -243,7 +255,7 @@ class Mirror:
 
     def submit(self, path: Path, step: int) -> None:
         """Copy the durable file `path` to the partners, in the background."""
-        if self.locate(path, self._ranks.rank) is not None:
+        if self._own_place(path) is not None:
             self._enqueue(lambda: self._copy_to_all(path, step, math.inf))
 
     def deliver(self, path: Path, step: int, time_left_s: float) -> None:
@@ -252,14 +264,14 @@ class Mirror:
         A third of these goes into copying at most, and a third of the rest into waiting for the files of other ranks.
         """
         end = time.monotonic() + min(time_left_s, _DRAIN_S)
-        if self.locate(path, self._ranks.rank) is not None:
+        if self._own_place(path) is not None:
             self._do(lambda: self._copy_to_all(path, step, time.monotonic() + (end - time.monotonic()) / 3))
         left = end - time.monotonic()
         self._settle(left / 3, quiet_s=left)
 
     def drop(self, path: Path, run_id: str) -> None:
         """Delete the copies of the periodic file `path`, which this rank has just deleted. In the background."""
-        place = self.locate(path, self._ranks.rank)
+        place = self._own_place(path)
         if place is not None:
             self._enqueue(lambda: self._drop(*place, run_id))
 
@@ -283,7 +295,7 @@ class Mirror:
             self._events.emit("mirror", step=step, nbytes=nbytes, duration_s=took, outcome=outcome, **more)
 
     def _put(self, partner: int, path: Path, deadline: float) -> tuple[int, str]:
-        place = self.locate(path, self._ranks.rank)
+        place = self._own_place(path)
         assert place is not None
         with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             size, digest = header.file_size, header_digest(fd, header)
@@ -308,18 +320,32 @@ class Mirror:
 
     def _fail(self, partner: int, error: Exception, what: str) -> None:
         """Log it, once until a copy succeeds again."""
-        if partner in self._failing:
-            return
-        self._failing.add(partner)
+        if partner not in self._failing:
+            self._failing.add(partner)
+            self._warn(partner, error, what)
+
+    def _warn(self, partner: int, error: Exception, what: str) -> None:
         endpoint = self.endpoints[partner]
         where = "" if endpoint is None else f" at {endpoint.host}:{endpoint.port}"
         logger.warning("rank %d%s %s: %s; this rank's own files are not affected", partner, where, what, error)
 
+    @contextmanager
+    def _request_keeping(self, partner: int, *, size: int, head: int) -> Iterator[Channel]:
+        with self._asked(partner, "keep", math.inf, size=size, head=head) as channel:
+            channel.patience_s = _FIRST_ANSWER_S
+            yield channel
+
     # --- files from the others ----------------------------------------------------------------------------------------
 
+    def _own_place(self, path: Path) -> tuple[int, str] | None:
+        """`locate` for a file of this rank on its disk."""
+        place = self.locate(path, self._ranks.rank)
+        return place if place is not None and place[0] < len(self._roots) else None
+
     def locate(self, path: Path, rank: int) -> tuple[int, str] | None:
-        """Number of the directory and relative path of a file of `rank`; None for one that can have no copies."""
-        for index, root in enumerate(self._roots):
+        """Number of the directory and relative path of a file of `rank`; None for one that can have no copies. The
+        job's memory has the number behind those of the directories."""
+        for index, root in enumerate((*self._roots, *([] if self._arena is None else [self._arena.job]))):
             if path.is_relative_to(root):
                 name = path.relative_to(root).as_posix()
                 if rank_of(name) == rank:
@@ -332,6 +358,8 @@ class Mirror:
         Main thread, at the start. The holder's server answers in a separate thread.
         """
         rank = self._ranks.rank
+        if root == len(self._roots) and self._arena is not None and rank_of(name) == rank:
+            return self._fetch_snapshot(self._arena, holder, root, name)
         if not 0 <= root < len(self._roots) or rank_of(name) != rank:
             raise OSError(f"{name!r} is not a place for a file of rank {rank}")
         path = self._roots[root] / name
@@ -341,6 +369,16 @@ class Mirror:
         ):
             receive(channel)
         return path
+
+    def _fetch_snapshot(self, arena: RankArena, holder: int, root: int, name: str) -> Path:
+        """Into the rank's own arena. Training has not begun: no other thread is at it."""
+        ranks = self._ranks
+        with self._asked(holder, "get", time.monotonic() + _FETCH_S, root=root, name=name) as channel:
+            answer = channel.answer()
+            size, head = answer.get("size"), answer.get("head")
+            slot = arena.slots[receive(channel, arena, size, head, ranks.rank, ranks.world_size)]
+        slot.close()  # a reader that finds damage takes the file away
+        return slot.path
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -367,16 +405,19 @@ class Mirror:
         if self._server is not None:
             self._server.wait_for_sources(time.monotonic() + timeout_s, quiet_s=quiet_s)
 
-    def close(self) -> None:
-        """Break off all copies under way. Main thread."""
+    def close(self, *, keeps_memory: bool = True) -> None:
+        """Break off all copies under way. `keeps_memory`: the next start may need the snapshots that are kept here.
+        Main thread."""
         with self._lock:
             self._closed = True
             for channel in self._channels:
                 channel.abort()
         self._settle(0.0, quiet_s=0.0)
         self._sender.close(5.0)
+        if self.nearby is not None:
+            self.nearby.close()
         if self._server is not None:
-            self._server.close()
+            self._server.close(keeps_memory=keeps_memory)
 
     # --- connections and the thread -----------------------------------------------------------------------------------
 

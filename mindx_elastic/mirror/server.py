@@ -1,7 +1,7 @@
 """Keeps copies of other ranks' files, and gives them back: one small server a rank.
 
 Answers only requests with the rank's token. They can store, delete and read checkpoint files of the job, in the rank
-folders of the guard's own directories, and nothing else.
+folders of the guard's own directories, store snapshots in the job's memory and read them there, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.fields import read
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.mirror.nearby import Keeper
 from mindx_elastic.mirror.wire import Channel, Endpoint, MirrorRequest, header_digest, incoming, rank_of
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
@@ -43,14 +45,17 @@ class Server:
         patience_s: float = 20.0,
         derive: Callable[[str], str] = str,
         trust: Trust | None = None,
+        arena: RankArena | None = None,
     ) -> None:
         """`derive` makes the token of what `endpoint` says. `trust`: whose files count; a stranger's is neither given
-        away nor taken for a copy.
+        away nor taken for a copy. `arena`: this rank's, beside which snapshots are kept; None: they are not.
 
         Raises OSError when `host` cannot be listened on.
         """
         self._trust = trust or Trust()
-        self._ranks, self._roots, self._sources = ranks, tuple(roots), frozenset(sources)
+        self._ranks, self._disks, self._sources = ranks, tuple(roots), frozenset(sources)
+        self._roots = (*self._disks, *([] if arena is None else [arena.job]))
+        self._keeper = None if arena is None else Keeper(arena, ranks.world_size)
         self._patience_s = patience_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
@@ -94,9 +99,8 @@ class Server:
                 channel.deadline = float("inf")  # its waits are bounded one by one
                 try:
                     request = read(MirrorRequest, content)
-                    {"here": self._here, "put": self._put, "get": self._get, "drop": self._drop}[request.op](
-                        channel, request
-                    )
+                    answers = {"here": self._here, "put": self._put, "keep": self._keep, "get": self._get}
+                    answers.get(request.op, self._drop)(channel, request)
                 except (CheckpointError, OSError, ValueError) as error:
                     channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
         except OSError as error:
@@ -120,7 +124,7 @@ class Server:
             self._changed.notify_all()
 
     def _put(self, channel: Channel, request: MirrorRequest) -> None:
-        path, source = self._path(request), self._source(request)
+        path, source = self._path(request, self._disks), self._source(request)
         if self._has(path, request):
             channel.send({"have": True})
             return
@@ -143,16 +147,22 @@ class Server:
             return (header.file_size, header_digest(fd, header)) == (request.size, request.header)
         return False
 
+    def _keep(self, channel: Channel, request: MirrorRequest) -> None:
+        if self._keeper is None:
+            raise OSError("it has no shared memory (MINDX_ARENA_DIR)")
+        self._keeper.keep(channel, self._source(request), request.size, request.head)
+        channel.send({})
+
     def _get(self, channel: Channel, request: MirrorRequest) -> None:
-        path = self._path(request)
+        path = self._path(request, self._roots)
         # The rank that fetches it writes it as its own file: a file of another user would become one of ours.
         with open_checkpoint(path, self._trust.of(path)) as (fd, header):
-            channel.send({"size": header.file_size})
+            channel.send({"size": header.file_size, "head": header.data_start})
             channel.send_file(fd, header.file_size)
 
     def _drop(self, channel: Channel, request: MirrorRequest) -> None:
         """Delete a copy of a periodic or final file of the same run, as its owner has done with its own."""
-        path, source = self._path(request), self._source(request)
+        path, source = self._path(request, self._disks), self._source(request)
         with suppress(FileNotFoundError):
             info = read_header(path).info
             kept = info.kind not in ("periodic", "final")
@@ -161,13 +171,13 @@ class Server:
             path.unlink()
         channel.send({})
 
-    def _path(self, request: MirrorRequest) -> Path:
+    def _path(self, request: MirrorRequest, roots: Sequence[Path]) -> Path:
         rank = rank_of(request.name)
         if rank is None or rank >= self._ranks.world_size:
             raise OSError(f"{request.name!r} is not a place for a checkpoint file")
-        if not 0 <= request.root < len(self._roots):
+        if not 0 <= request.root < len(roots):
             raise OSError(f"there is no directory {request.root}")
-        return self._roots[request.root] / request.name
+        return roots[request.root] / request.name
 
     def _source(self, request: MirrorRequest) -> int:
         """The rank that asks. Its files must be kept here, and a path must be its own."""
@@ -192,8 +202,8 @@ class Server:
     def _is_idle(self) -> bool:
         return not self._present and not self._receiving
 
-    def close(self) -> None:
-        """Break off all transfers, and end all threads."""
+    def close(self, *, keeps_memory: bool = True) -> None:
+        """Break off all transfers, and end all threads. `keeps_memory`: the next start may need the snapshots."""
         with self._changed:
             self._closed = True
             for channel in self._channels:
@@ -203,4 +213,6 @@ class Server:
         self._listener.close()
         self._thread.join(5.0)
         with self._changed:
-            self._changed.wait_for(lambda: not self._channels, 5.0)
+            has_ended = self._changed.wait_for(lambda: not self._channels, 5.0)
+        if self._keeper is not None and has_ended:
+            self._keeper.close(keep=keeps_memory)

@@ -7,11 +7,12 @@ Every connection carries one request and its answers, each a JSON object in a fr
 =========  =========================================  ============================================================
 ``here``                                              ``{}``; the connection stays open for as long as files come
 ``put``    ``root, name, size, header``               ``{"have": true}``, or ``{"send": true}``, a file, ``{}``
-``get``    ``root, name``                             ``{"size": n}`` and a file
+``keep``   ``size, head``                             ``{"send": true}``, a snapshot, ``{}``
+``get``    ``root, name``                             ``{"size": n, "head": n}`` and a file or snapshot
 ``drop``   ``root, name, run_id``                     ``{}``
 =========  =========================================  ============================================================
 
-A file is its bytes and the 16 bytes of their xxh3-128. An answer with ``error`` is the end. No object but
+A file, or snapshot, is its bytes and the 16 bytes of their xxh3-128. An answer with ``error`` is the end. No object but
 `MirrorRequest` is ever built from a message.
 
 Where the job has a key, the store does not hold the token itself: only what the ranks derive it from
@@ -100,7 +101,7 @@ class Endpoint:
 class MirrorRequest:
     """What a rank asks for."""
 
-    op: Literal["here", "put", "get", "drop"]
+    op: Literal["here", "put", "keep", "get", "drop"]
     token: str
     """The one that the server has published."""
     rank: int
@@ -110,6 +111,8 @@ class MirrorRequest:
     name: str = ""
     """Relative path of the file."""
     size: int = 0
+    head: int = 0
+    """Bytes before the data section."""
     header: str = ""
     """xxh3-128 of the bytes before the data section, which hold the digests of all tensors: it names the content."""
     run_id: str = ""
@@ -165,16 +168,22 @@ class Channel:
             raise ConnectionError(str(content["error"])[:500])
         return content
 
-    def send_file(self, fd: int, size: int) -> None:
-        """Send the first `size` bytes of `fd`, and their digest."""
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
-        sent = 0
+    def send_file(
+        self, fd: int, size: int, *, header: bytes = b"", pace: Callable[[float], None] = lambda sent_s: None
+    ) -> None:
+        """Send the first `size` bytes of `fd`, and their digest. `header`: what goes in the place of the first of them.
+        `pace` is called after each piece with the seconds that it took, and may raise to break off."""
+        digest, buffer = xxhash.xxh3_128(header), memoryview(bytearray(_PIECE_BYTES))
+        self._send(header)
+        sent = len(header)
         while sent < size:
             count = os.preadv(fd, [buffer[: min(_PIECE_BYTES, size - sent)]], sent)
             if count == 0:
                 raise OSError("the file was cut off while it was read")
             digest.update(buffer[:count])
+            began = time.perf_counter()
             self._send(buffer[:count])
+            pace(time.perf_counter() - began)
             sent += count
         self._send(digest.digest())
 
@@ -190,6 +199,19 @@ class Channel:
             left -= count
         if self._receive_exactly(digest.digest_size) != digest.digest():
             raise CorruptCheckpointError("the file was damaged on its way")
+
+    def receive_behind(self, memory: memoryview, head: int) -> bytes:
+        """Put what `send_file` sends into `memory`, but for its first `head` bytes, which are returned. Raises
+        CorruptCheckpointError for a digest that differs."""
+        header = self._receive_exactly(head)
+        digest, done = xxhash.xxh3_128(header), head
+        while done < len(memory):
+            count = self._receive_some(memory[done : done + _PIECE_BYTES])
+            digest.update(memory[done : done + count])
+            done += count
+        if self._receive_exactly(digest.digest_size) != digest.digest():
+            raise CorruptCheckpointError("the snapshot was damaged on its way")
+        return header
 
     def wait_for_end(self) -> None:
         """Block until the other side, or `abort`, ends the connection, or its machine answers no more. The only wait

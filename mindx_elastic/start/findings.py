@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Place = tuple[int, Annotated[str, Text(1 << 16)]]
-"""Index of a directory and path in it, the same on every rank."""
+"""Index of a directory, or of the job's memory, and path in it; the same on every rank."""
 Share = tuple[int, int]
 """(n, count): every count-th file, from the n-th on."""
 EVERYTHING: Share = (0, 1)
@@ -129,7 +129,7 @@ class Findings:
     in_memory: list[FileFact] = field(default_factory=list)
     """Facts of the snapshots; all processes with the same `machine` see them."""
     places: dict[Annotated[str, Text(1 << 16)], Place] = field(default_factory=dict)
-    """By path, the places of files on disk that other ranks can fetch from this one."""
+    """By path, the places of files that other ranks can fetch from this one."""
     own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
     """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
     unforeseen: set[Moment] = field(default_factory=set)
@@ -259,7 +259,8 @@ def scan(
     found.facts = _facts(on_disk, strategies, found.disk, only, found)
     found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
     if transport is not None:
-        places = {fact.path: transport.locate(Path(fact.path), fact.rank) for fact in found.facts}
+        files = (*found.facts, *found.in_memory)
+        places = {fact.path: transport.locate(Path(fact.path), fact.rank) for fact in files}
         found.places = {path: place for path, place in places.items() if place is not None}
     for path in listing.files if share[0] == 0 else ():
         if path.name.startswith(ODD_STEPS):

@@ -155,14 +155,13 @@ class Inventory:
         return made
 
     def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
-        for fact in found.facts:
-            file = self._files.setdefault(_key_of(fact), _File(fact, disk))
-            place = found.places.get(fact.path)
-            if place is not None:
-                file.places.update(dict.fromkeys(disk, place))
-        for fact in found.in_memory:
-            if fact.moment[0] in self.runs:
-                self._files.setdefault(_key_of(fact), _File(fact, machine))
+        in_memory = [fact for fact in found.in_memory if fact.moment[0] in self.runs]
+        for facts, ranks in ((found.facts, disk), (in_memory, machine)):
+            for fact in facts:
+                file = self._files.setdefault(_key_of(fact), _File(fact, ranks))
+                place = found.places.get(fact.path)
+                if place is not None:
+                    file.places.update(dict.fromkeys(ranks, place))
         known = {(one.what, one.reason) for one in self.rejected}
         self.rejected += [one for one in found.rejected if (one.what, one.reason) not in known]
         self.anything |= found.anything

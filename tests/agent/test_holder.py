@@ -18,6 +18,7 @@ from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
 from mindx_elastic.memory.folders import rank_folders
+from mindx_elastic.memory.leftovers import newest_step
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist import writer
@@ -284,6 +285,25 @@ def test_with_ranks_on_other_machines_all_that_may_be_common(tmp_path: Path) -> 
     assert job.start() == [(7, None, None)] * 4
     job.saved(8, ranks=[2, 3])  # what the other machine had
     assert job.start() == [(8, None, None)] * 4
+
+
+def test_copies_of_another_nodes_rank_go_along_and_hold_nothing_back(tmp_path: Path) -> None:
+    """The newest copy is a step behind, or ahead."""
+    for number, copied in enumerate(([6, 7], [8, 9])):
+        (tmp_path / str(number)).mkdir()
+        job = Job(tmp_path / str(number), 2)
+        for step in (7, 8):
+            job.snapshot(step, ranks=[0])
+        for step in copied:
+            job.snapshot(step, ranks=[1])
+        own = job.arena(0)
+        own.of_neighbour(1).close()
+        own.close()
+        assert newest_step(job.job) == 8
+        assert flush(job.job).step == 8
+        common = {7, 8}.intersection(copied)
+        assert job.written() == {(0, 0, 8), *((rank, 0, step) for rank in (0, 1) for step in common)}
+        assert job.remembered() == []
 
 
 # --- what must not be lost ---

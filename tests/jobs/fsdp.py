@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,8 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.mirror import nearby
+from mindx_elastic.mirror.wire import Channel
 from mindx_elastic.persist import writer
-from tests.jobs.kit import Every, kill_here, say
+from tests.jobs.kit import Every, kill_here, say, wait_for
 from tests.jobs.loop import hold, kill_in_snapshot
 
 STEPS = 12
@@ -43,10 +49,45 @@ def kill_in_save() -> None:
     mock.patch.object(writer, "publish", killed).start()
 
 
+def step_in(header: bytes) -> int:
+    info = json.loads(json.loads(header[8:])["__metadata__"]["mindx.checkpoint"])
+    return int(info["step"])
+
+
+def send_half(rank: int, step: int) -> None:
+    """The copy of `step` is sent up to its middle, and stays there."""
+    send_file = Channel.send_file
+
+    def send(self: Channel, fd: int, size: int, *, header: bytes = b"", **more: Any) -> None:
+        if not header or step_in(header) != step:
+            return send_file(self, fd, size, header=header, **more)
+        self._send(header + os.pread(fd, (size - len(header)) // 2, len(header)))
+        say(f"HALF {rank} {step}")
+        return self.wait_for_end()
+
+    mock.patch.object(Channel, "send_file", send).start()
+
+
+def receive_late(rank: int, step: int, guard: mx.Guard, gates: Path) -> None:
+    """From `step` of this rank on a copy is received when there is a file ``go``."""
+    receive = nearby.receive
+
+    def hang(channel: Channel, arena: RankArena, *args: Any, ready: Callable[[], None], **more: Any) -> int:
+        if guard.position.step >= step and not (gates / "go").exists():
+            say(f"HANGS {rank}")
+            wait_for(gates / "go")
+        return receive(channel, arena, *args, ready=ready, **more)
+
+    mock.patch.object(nearby, "receive", hang).start()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--gates", type=Path, help="wait behind every third step for a file of its number in there")
+    parser.add_argument("--half-a-copy", help="RANK:STEP, whose copy for another node ends in the middle")
+    parser.add_argument("--hanging-copies", help="RANK:STEP, which receives the others' copies from there on when let")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=0, help="a periodic save every so many steps")
     parser.add_argument("--freeze-at", type=int, default=-1, help="freeze the first layer, which keeps its gradient")
@@ -64,6 +105,8 @@ def main() -> None:
         kill_in_snapshot(args.kill_in_snapshot, rank)
     if rank == args.kill_in_save:
         kill_in_save()
+    if args.half_a_copy and args.half_a_copy.startswith(f"{rank}:"):
+        send_half(rank, int(args.half_a_copy.partition(":")[2]))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Dropout(0.1), nn.Linear(33, 5))  # 33 rows: uneven
     fully_shard(network[0], mesh=mesh)
@@ -75,6 +118,8 @@ def main() -> None:
         optimizer = mx.OptTFTWrapper(optimizer)
         policies = mx.TFTRegister(0, "127.0.0.1", 30051, str(args.directory)).exit_policies()
     guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory, policies=policies, periodic=periodic)
+    if args.hanging_copies and args.hanging_copies.startswith(f"{rank}:"):
+        receive_late(rank, int(args.hanging_copies.partition(":")[2]), guard, args.gates)
     with guard:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         for _ in guard.epochs(1):
@@ -86,6 +131,9 @@ def main() -> None:
                     network[0].requires_grad_(False)
                 guard.step_end()
                 say(f"PASSED {rank} {guard.position.step}")
+                if args.gates and guard.position.step % 3 == 0:
+                    say(f"AT {rank} {guard.position.step}")
+                    wait_for(args.gates / str(guard.position.step))
                 if guard.position.step == args.hold_at and guard.resumed_from_step is None:
                     hold(guard, rank)
     say(f"DONE {rank} {local_hash(network)} {guard.position.step}")

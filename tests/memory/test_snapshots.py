@@ -391,6 +391,7 @@ def test_a_measured_interval_is_the_least_power_of_two_that_costs_less_than_a_pe
     assert interval is not None and interval.bit_count() == 1 and 2 <= interval <= 1 << 14
     assert cost_s / interval <= 0.0075 or interval == 1 << 14
     assert interval == 2 or 2 * cost_s / interval > 0.0075
+    assert schedule.proposal(10.0) == max(interval, 32), "a copy must reach another node in half of the interval"
     schedule.agree([2, 64, interval])
     every = max(64, interval)
     assert [s for s in range(160, 3 * every) if schedule.due(s)] == [s for s in range(160, 3 * every) if s % every == 0]

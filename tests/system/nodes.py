@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,9 +59,12 @@ class Nodes:
         host: int | None = None,
         options: Sequence[str] = (),
         script: str = "in_place.py",
+        env: Mapping[str, str] | None = None,
+        own_disks: bool = False,
     ):
+        """`own_disks`: each node has a checkpoint directory of its own."""
         self.folder, self._stack, self._ranks, self._args, self._options = folder, stack, ranks, args, options
-        self._script = script
+        self._script, self._env, self._own_disks = script, dict(env or {}), own_disks
         self._port, self._nnodes = free_port(), nnodes or str(num_nodes)
         if host is None:
             serve_table(stack, self._port, self._nnodes)
@@ -78,8 +81,8 @@ class Nodes:
         conf = CONF.replace("is_host=0", f"is_host={int(hosts)}")
         options += ["--rdzv-conf", conf, "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--local-addr", "127.0.0.1"]
         options += ["--log-dir", str(own / "logs"), *self._options, *more]
-        env = {"MINDX_ARENA_DIR": str(own / "shm")}
-        args = (self.folder / "job", *self._args)
+        env = {**self._env, "MINDX_ARENA_DIR": str(own / "shm")}
+        args = ((own if self._own_disks else self.folder) / "job", *self._args)
         job = start_agent(self._script, *args, ranks=self._ranks, options=options, env=env, run_dir=own / "run")
         self.jobs.append(self._stack.enter_context(job))
         return self.jobs[-1]

@@ -1,0 +1,259 @@
+"""Snapshots in another node's memory: one rank with an arena, and the server of another with a memory of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.memory.arena import COPY_FILE, RankArena, SlotState, read_records
+from mindx_elastic.memory.folders import job_folder
+from mindx_elastic.memory.snapshots import copy_snapshot, lay_out, seal_slot
+from mindx_elastic.mirror.nearby import Nearby
+from mindx_elastic.mirror.server import Server
+from mindx_elastic.mirror.wire import Channel, ask
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.start.findings import list_files, scan
+from tests.checkpoint_files import STATE, info_of
+from tests.harness import wait_until
+from tests.persist.states import assert_same
+
+SOURCE, PARTNER, WORLD = 1, 0, 3
+
+
+class Pair:
+    """Rank 1 sends, rank 0 keeps."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.disk = folder / "job"
+        self.disk.mkdir()
+        self.memories = [folder / "shm0", folder / "shm1"]
+        for memory in self.memories:
+            memory.mkdir()
+        self.arena = RankArena(self.memories[1], self.disk, SOURCE)
+        stack.callback(self.arena.close)
+        partner = RankArena(self.memories[0], self.disk, PARTNER)
+        stack.callback(partner.close)
+        ranks = RankInfo(rank=PARTNER, world_size=WORLD)
+        self.server = Server(ranks, [self.disk], [SOURCE], "127.0.0.1", patience_s=5.0, arena=partner)
+        stack.callback(self.server.close)
+        self.failed: list[str] = []
+        self.in_transfer: Callable[[], object] = lambda: None
+        self.nearby = Nearby(self.arena, [PARTNER], self._request, self._fail)
+        stack.callback(self.nearby.close)
+        self._sequence = 0
+
+    def _fail(self, partner: int, error: Exception, what: str) -> None:
+        self.failed.append(str(error))
+
+    @contextmanager
+    def _request(self, partner: int, *, size: int, head: int) -> Iterator[Channel]:
+        with self.ask("keep", size=size, head=head) as channel:
+            self.in_transfer()
+            yield channel
+
+    def ask(self, op: str, **fields: Any) -> AbstractContextManager[Channel]:
+        return ask(self.server.endpoint, SOURCE, op, **fields)
+
+    def snapshot(self, step: int, *, sealed: bool = False, **fields: Any) -> None:
+        self._sequence += 1
+        info = info_of(rank=SOURCE, world_size=WORLD, step=step, **fields)
+        index = copy_snapshot(self.arena, lay_out(STATE, info, None), self._sequence, at=lambda stage: None)
+        assert index is not None and (not sealed or seal_slot(self.arena, index))
+
+    def copy(self) -> None:
+        self.nearby.copy_newest()
+        wait_until(lambda: not self.nearby._thread.busy, "the copy", 60)
+
+    @property
+    def kept(self) -> Path:
+        return job_folder(self.memories[0], self.disk) / f"rank_{SOURCE}"
+
+    @property
+    def steps(self) -> list[int]:
+        """Those that the partner's records say are whole."""
+        return sorted(record.step for record in read_records(self.kept) if record.state is SlotState.SEALED)
+
+    @property
+    def found(self) -> list[int]:
+        """Those that a start finds there."""
+        listing = list_files([self.disk], self.kept.parent)
+        return sorted(fact.moment[2] for fact in scan(listing, trust=Trust()).in_memory)
+
+    def path_of(self, step: int) -> Path:
+        (index,) = [n for n, record in enumerate(read_records(self.kept)) if record.step == step]
+        return self.kept / f"slot_{index}.safetensors"
+
+    def stream(self, step: int) -> tuple[bytes, int]:
+        """What a source sends of its newest snapshot, without the digest, and the bytes of its header."""
+        self.snapshot(step, sealed=True)
+        record = self.arena.newest()
+        (path,) = [slot.path for n, slot in enumerate(self.arena.slots) if self.arena.record(n) == record]
+        return path.read_bytes(), record.header_bytes
+
+
+@contextmanager
+def locked_elsewhere(path: Path) -> Iterator[None]:
+    """By another process, as by the rank that owns the folder."""
+    code = "import fcntl,sys; f=open(sys.argv[1],'w'); fcntl.lockf(f,fcntl.LOCK_EX); print('held',flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code, path], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, tmp_path)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_two_newest_snapshots_are_kept_and_verified(pair: Pair, sealed: bool) -> None:
+    for step in (5, 6, 7):
+        pair.snapshot(step, sealed=sealed)
+        pair.copy()
+    assert (pair.steps, pair.found, pair.failed) == ([6, 7], [6, 7], [])
+    assert (pair.kept / COPY_FILE).exists()
+    assert_same(read_checkpoint(pair.path_of(7)).state, STATE)
+
+
+def test_a_snapshot_that_is_overtaken_counts_for_nothing(pair: Pair) -> None:
+    pair.snapshot(5)
+    pair.copy()
+    pair.snapshot(6)
+
+    def overtake() -> None:
+        pair.in_transfer = lambda: None
+        pair.snapshot(7)
+        pair.snapshot(8)  # into the slot of 6
+
+    pair.in_transfer = overtake
+    pair.copy()
+    assert (pair.steps, pair.found, pair.failed) == ([5], [5], [])
+    pair.copy()
+    assert pair.steps == [5, 8]
+
+
+def test_a_source_that_dies_leaves_the_copy_before(pair: Pair) -> None:
+    pair.snapshot(5)
+    pair.copy()
+    for step in (6, 7):  # the same slot again
+        data, head = pair.stream(step)
+        with pair.ask("keep", size=len(data), head=head) as channel:
+            channel.answer()
+            channel._send(data[: len(data) - 1])
+        wait_until(lambda: not pair.server._channels, "the end of the connection", 60)
+        assert (pair.steps, pair.found) == ([5], [5])
+    assert_same(read_checkpoint(pair.path_of(5)).state, STATE)
+
+
+@pytest.mark.parametrize(("what", "words"), [("flipped", "damaged on its way"), ("rank", "a snapshot of rank 2 of 3")])
+def test_what_is_not_the_snapshot_is_refused(pair: Pair, what: str, words: str) -> None:
+    pair.snapshot(5)
+    pair.copy()
+    if what == "rank":
+        other = RankArena(pair.memories[1], pair.disk, 2)
+        index = copy_snapshot(
+            other, lay_out(STATE, info_of(rank=2, world_size=WORLD, step=6), None), 1, at=lambda stage: None
+        )
+        assert index is not None and seal_slot(other, index)
+        path = other.slots[index].path
+        other.close()
+    else:
+        path = pair.memories[1] / "stream"
+        path.write_bytes(pair.stream(6)[0])
+    size, head = path.stat().st_size, pair.arena.newest().header_bytes
+    fd = os.open(path, os.O_RDWR)
+    with pair.ask("keep", size=size, head=head) as channel:
+        channel.answer()
+        if what == "flipped":
+            channel._send(path.read_bytes() + bytes(16))
+        else:
+            channel.send_file(fd, size)
+        with pytest.raises(ConnectionError, match=words):
+            channel.answer()
+    os.close(fd)
+    assert (pair.steps, pair.found) == ([5], [5])
+
+
+def test_no_room_is_told_once_and_the_next_copy_may_have_some(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.snapshot(5)
+    with monkeypatch.context() as full:
+
+        def refuse(fd: int, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+        for step in (6, 7):
+            pair.snapshot(step)
+            full.setattr("mindx_elastic.memory.arena.os.posix_fallocate", refuse)
+            pair.copy()
+            full.undo()
+    assert len(pair.failed) == 1 and "no room for" in pair.failed[0]
+    pair.snapshot(8)
+    pair.copy()
+    assert pair.steps == [8]
+
+
+def test_nodes_that_share_their_memory_are_told_so(pair: Pair) -> None:
+    folder = job_folder(pair.memories[0], pair.disk) / f"rank_{SOURCE}"
+    folder.mkdir(mode=0o700)
+    with locked_elsewhere(folder / "lock"):
+        pair.snapshot(5)
+        pair.copy()
+    assert len(pair.failed) == 1 and "nodes that share one memory need no copies" in pair.failed[0]
+
+
+def test_too_short_an_interval_is_told_with_one_that_is_not(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    step = 0
+
+    def pass_three() -> None:
+        nonlocal step
+        for _ in range(3):
+            step += 1
+            pair.snapshot(step)
+
+    pair.in_transfer = pass_three
+    pass_three()
+    with caplog.at_level(logging.WARNING, "mindx_elastic"):
+        for _ in range(12):
+            pair.copy()
+    (line,) = [record.message for record in caplog.records]
+    assert "--snapshot-every 6 or more" in line
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_copies_go_or_stay_with_the_memory_of_the_rank_that_keeps_them(pair: Pair, keep: bool) -> None:
+    pair.snapshot(5)
+    pair.copy()
+    pair.server.close(keeps_memory=keep)
+    assert pair.kept.exists() == keep
+
+
+def test_a_new_node_takes_a_snapshot_from_there_and_can_store_or_delete_nothing_else(pair: Pair) -> None:
+    pair.snapshot(5)
+    pair.copy()
+    name = f"rank_{SOURCE}/{pair.path_of(5).name}"
+    with pair.ask("get", root=1, name=name) as channel:
+        assert channel.answer()["size"] == pair.path_of(5).stat().st_size
+    for op in ("put", "drop"):
+        with (
+            pair.ask(op, root=1, name=name, run_id="run-a") as channel,
+            pytest.raises(ConnectionError, match="no dir"),
+        ):
+            channel.answer()
+    with pair.ask("keep", size=0, head=0) as channel, pytest.raises(ConnectionError, match="cannot be"):
+        channel.answer()
+    assert pair.steps == [5]
