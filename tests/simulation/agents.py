@@ -76,7 +76,7 @@ _PORT, _RUN_ID = 29400, "simulated"
 GENTLE = frozenset({"sigterm agent", "sigterm all", "sigterm worker", "slow network", "freeze agent"})
 """They fail nothing."""
 CURABLE = frozenset({"kill worker", "exception", "hang", "deaf", "freeze worker", "kill node", "kill agent", "reset",
-                     "slow network"})  # fmt: skip
+                     "slow network", "old connection"})  # fmt: skip
 """A restart mends them: what is killed comes back."""
 KINDS = (
     *sorted(GENTLE | CURABLE),
@@ -88,10 +88,13 @@ KINDS = (
     "double sigterm",
     "clock jump",
     "host stands still",
+    "slow disk",
 )
-_HARMLESS = frozenset({"reset", "slow network", "join"})
+_HARMLESS = frozenset({"reset", "slow network", "join", "old connection", "slow disk"})
 _BACK_S = 3.0
 """A host that is back so soon is met."""
+_NOTICED_S = 0.4
+"""When a node notices that its connection is lost."""
 _STANDSTILL_S = 10.0
 """A node that stands still for so long is lost."""
 
@@ -125,10 +128,13 @@ class Outcome(Played):
     """What a schedule came to."""
 
     agents: list[Agent] = field(default_factory=list)
+    late_connections: int = 0
+    """`Network.num_late`."""
 
     def count(self) -> Counter[str]:
         counts = super().count() + Counter(restarts=sum(agent.restarts for agent in self.agents))
         counts.update(f"code: {agent.code}" for agent in self.agents)
+        counts["late connections"] = self.late_connections
         told = [text for _, text in self.story if ": rejoin (" in text]
         counts.update("recovery: " + text.partition("outcome ")[2].partition(",")[0] for text in told)
         return counts
@@ -511,6 +517,11 @@ class Job:
                     deaf.process.kill()  # it does not hear its agent's death, and goes with the machine
             case "reset":
                 self.network.reset(f"node{node.number}")
+            case "old connection":
+                self.network.leave_behind(f"node{node.number}", min(_NOTICED_S, 0.5 * fault.length_s), fault.length_s)
+            case "slow disk":
+                self.save_s = fault.length_s
+                world.at(until, lambda: setattr(self, "save_s", self.plan.save_s))
             case "slow network":
                 self.network.slowest_s = 0.5
                 world.at(until, lambda: setattr(self.network, "slowest_s", 0.002))
@@ -556,11 +567,12 @@ class Job:
             meeting.topic.tell()
 
     def _come_back(self, node: Node) -> None:
-        """The platform starts the command again on a fresh machine, unless the job is done."""
-        agents = [agent for each in self.nodes for agent in each.agents]
-        if not node.agent.is_alive and all(agent.code != 0 for agent in agents):
-            for process in node.processes:
-                process.kill()
+        """The platform clears the machine and starts the command again, unless the job is done."""
+        if node.agent.is_alive:
+            return
+        for process in node.processes:
+            process.kill()
+        if all(agent.code != 0 for each in self.nodes for agent in each.agents):
             node.start()
 
 
@@ -584,7 +596,7 @@ def play(plan: Plan, make: type[Job] = Job) -> Outcome:
         except Stuck as error:
             outcome.stuck = str(error)
         outcome.take(world)
-    outcome.messages = job.network.messages
+    outcome.messages, outcome.late_connections = job.network.messages, job.network.num_late
     outcome.agents = [agent for node in job.nodes for agent in node.agents]
     outcome.wrong = job.faults_of(outcome)
     return outcome

@@ -64,6 +64,8 @@ _INIT_S = 1800.0
 """What ``init_process_group`` waits for a rank that does not come."""
 _HANG_S = 60.0
 """What a collective waits for a dead rank that it does not see."""
+_NOTICED_S = 0.4
+"""When a worker notices that its connection is lost; when a machine without power is back."""
 _KILLED = -signal.SIGKILL
 _BEGUN_AGAIN = -1000
 """Exit code of what ``exec`` has replaced."""
@@ -71,6 +73,7 @@ _BEGUN_AGAIN = -1000
 
 KINDS = {
     "reset": True,
+    "old connection": True,
     "slow network": True,
     "slow disk": True,
     "full disk": True,
@@ -90,8 +93,10 @@ KINDS = {
     "sigterm": False,
     "sigterm scheduler": False,
     "lost table": False,
+    "lying disk": False,
 }
 """What can happen, and whether a job with recovery finishes in its first generation all the same."""
+_FORGETS = {"lost table", "lying disk"}
 _ENDS_SCHEDULER = {"kill scheduler", "vanish scheduler", "sigterm scheduler"}
 _ON = ("write begins", "write", "connect", "group", "train", "again", "finish", "end", "death")
 
@@ -133,11 +138,11 @@ class Plan:
     @property
     def forgets(self) -> bool:
         """Whether a scheduler that is started again knows nothing of the first one's job."""
-        return "lost table" in self.kinds or (not self.recovery and bool(self.kinds & _ENDS_SCHEDULER))
+        return bool(_FORGETS & self.kinds) or (not self.recovery and bool(self.kinds & _ENDS_SCHEDULER))
 
     @property
     def expects_finish(self) -> bool:
-        return self.recovery and not self.kinds & {"sigterm", "lost table"}
+        return self.recovery and not self.kinds & {"sigterm", *_FORGETS}
 
 
 @dataclass
@@ -149,6 +154,7 @@ class Outcome(Played):
     def count(self) -> Counter[str]:
         counts = super().count() + Counter(groups=len(self.job.meetings), finished=int(self.job.scheduler_code == 0))
         counts.update(f"struck: {kind}" for kind in self.job.struck)
+        counts["late connections"] = self.job.network.num_late
         return counts
 
 
@@ -549,6 +555,10 @@ class _Job:
         match fault.kind:
             case "reset":
                 network.reset(worker.node)
+            case "old connection":
+                network.leave_behind(worker.node, min(_NOTICED_S, 0.5 * fault.length_s), fault.length_s)
+            case "lying disk":
+                world.at(until, partial(self._lose_power, self.disk))
             case "slow network":
                 network.slowest_s = 0.05
                 world.at(until, lambda: setattr(network, "slowest_s", 0.002))
@@ -589,6 +599,15 @@ class _Job:
             case "stranger":
                 stranger = Process(world, "a stranger", node="stranger", host="far")
                 stranger.start(lambda: self._talk(fault.length_s))
+
+    def _lose_power(self, flushed: str) -> None:
+        """Of the scheduler's machine, whose disk has kept nothing since `flushed`."""
+        if self.scheduler is not None and self.scheduler.is_alive and self.scheduler_code is None:
+            self.world.note("the scheduler's machine loses its power, and its disk has lied")
+            self.struck.append("older table" if flushed != self.disk else "same table")
+            self.network.vanish(self.scheduler, _NOTICED_S)
+            self.disk = flushed
+            self.world.at(self.world.now + _NOTICED_S, self._start_scheduler_again)
 
     def _talk(self, length_s: float) -> int:
         random = self.world.random

@@ -2,7 +2,8 @@
 
 Bytes arrive in order, in pieces, each after a random delay. A process that is frozen still receives: its kernel does.
 What is sent over a cut way arrives when the cut ends. When a process ends, the other end of its connections hears it,
-unless the way there is cut.
+unless the way there is cut. TCP neither doubles nor reorders within a connection; what a connection that was lost had
+sent can arrive after what the next one says (`Network.leave_behind`).
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Stream(File):
     """One end of a connection."""
 
     other: Stream
+    is_accepted = False
+    """The other end has opened the connection."""
 
     def __init__(self, network: Network, process: Process, address: tuple[str, int]) -> None:
         super().__init__(network.world, process)
@@ -89,7 +92,7 @@ class Stream(File):
         self._timeout_s: float | None = None
         self._error: OSError | None = None
         """It is told once: what is read then is the end, and what is written finds a broken pipe."""
-        self._at_end = self._has_shut = self._is_broken = self._has_vanished = False
+        self._at_end = self._has_shut = self._is_broken = self._has_vanished = self._is_left_behind = False
         self.user_timeout_s = float("inf")
 
     # --- as a socket ---
@@ -208,12 +211,24 @@ class Stream(File):
         self.world.at(self._next_at, self._arrive)
 
     def _arrive(self) -> None:
-        if self._network.is_cut(self.process.node, self.other.process.node):
+        if self._is_left_behind or self._network.is_cut(self.process.node, self.other.process.node):
             self._held += 1
         elif self._flight:
             self.other._take(self._flight.popleft())
         if self.is_closed and not self._flight:
             self._network.streams.pop(self, None)
+
+    def leave_behind(self, notices_s: float, arrives_s: float) -> None:
+        """See `Network.leave_behind`."""
+        self._is_left_behind = True
+        error = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        self.world.at(self.world.now + notices_s, lambda: self.fail(error))
+        self.world.at(self.world.now + arrives_s, self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._is_left_behind = False
+        self._network.num_late += self._is_broken and any(isinstance(each, bytes) for each in self._flight)
+        self.release()
 
     def release(self) -> None:
         """The way to the other end is free again."""
@@ -242,7 +257,8 @@ class Stream(File):
         if self._is_broken:
             return
         self._error, self._is_broken = error, True
-        self._flight.clear()
+        if not self._is_left_behind:
+            self._flight.clear()
         if self.world.random.random() < 0.5:
             self._buffer.clear()
         self.topic.tell()
@@ -297,6 +313,8 @@ class Network:
         self.world = world
         self.slowest_s = 0.002
         self.messages = 0
+        self.num_late = 0
+        """Connections of which something has arrived after their end."""
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.streams: dict[Stream, None] = {}
         self._cut: dict[tuple[str, str], int] = {}
@@ -337,7 +355,7 @@ class Network:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         near = Stream(self, process, (f"10.0.0.{process.pid % 250}", world.number() % 60000))
         near.other = far = Stream(self, listener.process, address)
-        far.other = near
+        far.other, far.is_accepted = near, True
         self.streams |= {near: None, far: None}
         listener.backlog.append(far)
         listener.topic.tell()
@@ -373,6 +391,12 @@ class Network:
         for stream in list(self.streams):
             if node in (stream.process.node, stream.other.process.node):
                 stream.fail(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+
+    def leave_behind(self, node: str, notices_s: float, arrives_s: float) -> None:
+        """A middlebox holds what comes over the connections that `node` has opened. It notices that and connects again;
+        then they are let through: the other side hears an old message after newer ones, or the same one twice."""
+        for stream in [each for each in self.streams if each.process.node == node and not each.is_accepted]:
+            stream.leave_behind(notices_s, max(notices_s, arrives_s))
 
     def vanish(self, process: Process, length_s: float) -> None:
         """Its machine loses its power, for so long."""

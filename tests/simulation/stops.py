@@ -80,6 +80,8 @@ KINDS = {
     "freeze": False,
     "cut off": False,
     "store hangs": False,
+    "lost store": False,
+    "doubled requests": False,
     "slow disk": False,
     "full disk": False,
 }
@@ -111,11 +113,15 @@ class Outcome(Played):
     ranks: list[_Rank] = field(default_factory=list)
     decided: list[int | None] = field(default_factory=list)
     """What the decision cells in the store hold: a step, or None where each rank acts alone."""
+    doubled: int = 0
+    """Requests to the store that came twice."""
     is_finished: bool = False
     """One of them says that all ranks have reached their end."""
 
     def count(self) -> Counter[str]:
-        return super().count() + Counter(files=sum(len(rank.saved) for rank in self.ranks))
+        return super().count() + Counter(
+            {"files": sum(len(rank.saved) for rank in self.ranks), "doubled": self.doubled}
+        )
 
 
 def plan_of(seed: int) -> Plan:
@@ -443,6 +449,10 @@ def _strike(fault: Fault, world: World, store: SimulatedStore | None, ranks: Seq
             world.at(until, lambda: setattr(store, "slowest_s", before))
         case "store hangs" if store is not None:
             store.hang(until)
+        case "lost store" if store is not None:
+            store.lose()
+        case "doubled requests" if store is not None:
+            store.doubles_until = until
         case "clock jump":
             rank.process.clock.ahead_s += world.random.choice((-1, 1)) * 180 * fault.length_s
         case "cut off" if store is not None:
@@ -491,7 +501,7 @@ def play(plan: Plan) -> Outcome:
             outcome.stuck = str(error)
         outcome.take(world)
         if store is not None:
-            outcome.messages = store.messages
+            outcome.messages, outcome.doubled = store.messages, store.num_doubled
             cells = [value.decode() for key, value in store.values.items() if key.endswith("/decision")]
             outcome.decided = [parse_decision(cell).step for cell in cells]
             outcome.is_finished = any(parse_decision(cell) == FINISHED for cell in cells)

@@ -1,15 +1,25 @@
-"""The store of a process group in a simulated world: slow, cut off, frozen, or gone with its host."""
+"""The store of a process group in a simulated world: slow, cut off, frozen, or gone with its host.
+
+Torch's client speaks TCP, asks once and never connects again. So a request is neither doubled nor overtaken by a later
+one of its connection, and a store that comes back empty is seen by new processes only: to all others it is lost
+(`SimulatedStore.lose`). Requests of several connections come in any order. `doubles_until` doubles all the same: what
+our side writes must bear it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
 from tests.simulation.world import Process, Topic, World
 
 __all__ = ["Connection", "SimulatedStore"]
+
+_T = TypeVar("_T")
+_LATE_S = 0.5
 
 
 class SimulatedStore:
@@ -27,6 +37,15 @@ class SimulatedStore:
         self.topic = Topic(world)
         """Its values."""
         self.is_broken = False
+        """All its connections are."""
+        self.doubles_until = 0.0
+        """What writes comes again before, and late."""
+        self.num_doubled = 0
+
+    def lose(self) -> None:
+        """Its host's program starts again: it comes back empty, to which no connection of now leads."""
+        self.is_broken = True
+        self.topic.tell()
 
     def ask(self, act: Callable[[], object]) -> None:
         """One message and its answer, of the running thread. Raises where the host is gone; never returns where it
@@ -61,7 +80,7 @@ class SimulatedStore:
         while not answers():
             limit_s = silent_s() if process not in self.cut_off else None
             self.world.wait(answers, limit_s, on=(self.topic,), is_interruptible=False)
-        if not self.host.is_alive:
+        if not self.host.is_alive or self.is_broken:
             raise DistNetworkError("recvVector failed: Connection reset by peer")
 
 
@@ -75,8 +94,19 @@ class Connection:
     def set(self, key: str, value: str, /) -> None:
         self.multi_set([key], [value])
 
+    def _write(self, act: Callable[[], _T]) -> _T:
+        """One message; returns what `act` does."""
+        store, found = self._store, list[_T]()
+        store.ask(lambda: found.append(act()))
+        if isinstance(store, SimulatedStore) and store.world.now < store.doubles_until:
+            store.num_doubled += 1
+            late = store.world.now + store.world.random.uniform(0.0, _LATE_S)
+            store.world.at(late, act)
+            store.world.at(late, store.topic.tell)
+        return found[0]
+
     def multi_set(self, keys: Sequence[str], values: Sequence[str], /) -> None:
-        self._store.ask(lambda: self._store.values.update(zip(keys, map(str.encode, values), strict=True)))
+        self._write(lambda: self._store.values.update(zip(keys, map(str.encode, values), strict=True)))
 
     def get(self, key: str, /) -> bytes:
         (value,) = self.multi_get([key])
@@ -96,14 +126,12 @@ class Connection:
         return found
 
     def add(self, key: str, amount: int, /) -> int:
-        sums: list[int] = []
+        def add() -> int:
+            found = int(self._store.values.get(key, b"0")) + amount
+            self._store.values[key] = str(found).encode()
+            return found
 
-        def add() -> None:
-            sums.append(int(self._store.values.get(key, b"0")) + amount)
-            self._store.values[key] = str(sums[0]).encode()
-
-        self._store.ask(add)
-        return sums[0]
+        return self._write(add)
 
     def check(self, keys: Sequence[str], /) -> bool:
         found: list[bool] = []
@@ -113,21 +141,17 @@ class Connection:
     def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes:
         """As the TCP store: without a value the answer is the expectation, and only an empty one sets it."""
         wanted = expected.encode() if isinstance(expected, str) else expected
-        found: list[bytes] = []
 
-        def compare() -> None:
+        def compare() -> bytes:
             values = self._store.values
             if (key in values and values[key] == wanted) or (key not in values and not wanted):
                 values[key] = desired.encode()
-            found.append(values.get(key, wanted))
+            return values.get(key, wanted)
 
-        self._store.ask(compare)
-        return found[0]
+        return self._write(compare)
 
     def delete_key(self, key: str, /) -> bool:
-        found: list[bool] = []
-        self._store.ask(lambda: found.append(self._store.values.pop(key, None) is not None))
-        return found[0]
+        return self._write(lambda: self._store.values.pop(key, None) is not None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
         store, world = self._store, self._store.world

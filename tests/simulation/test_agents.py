@@ -79,3 +79,12 @@ def test_twice_the_nodes_send_twice_the_messages_and_take_no_longer(nodes: int, 
     assert [agent.code for agent in more.agents] == [0 if kind == "kill worker" else 143] * 2 * nodes
     assert more.messages < 2.4 * less.messages
     assert more.seconds < 1.5 * less.seconds
+
+
+def test_what_a_lost_connection_had_sent_comes_after_what_the_next_one_says() -> None:
+    """And is of no effect."""
+    outcomes = [
+        played(2, Fault("old connection", 1, at=at, length_s=4.0), steps=9, step_s=1.0) for at in (2.9, 3.0, 5.8, 6.0)
+    ]
+    assert sum(outcome.late_connections for outcome in outcomes) > 0
+    assert {agent.restarts for outcome in outcomes for agent in outcome.agents} == {0}

@@ -114,3 +114,21 @@ def test_the_start_and_a_death_or_a_stop_of_twice_the_nodes_take_twice_the_messa
     assert len(less.job.meetings) == len(more.job.meetings) == (2 if kind == "kill" else 1)
     assert 1.8 * less.messages < more.messages < 2.5 * less.messages  # heartbeats come by the seconds
     assert more.job.ended_at < less.job.ended_at + 5.0
+
+
+def test_what_a_lost_connection_had_sent_comes_after_what_the_next_one_says() -> None:
+    """And is of no effect."""
+    outcomes = [
+        play(replace(plan(Fault("old connection", 1, at=at, length_s=4.0, on=("train", 2))), seed=seed, steps=8))
+        for at in (0.0, 0.3, 0.6, 0.9)
+        for seed in range(3)
+    ]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert sum(outcome.job.network.num_late for outcome in outcomes) > 3
+    assert {len(outcome.job.meetings) for outcome in outcomes} == {1}
+
+
+def test_a_scheduler_whose_disk_has_lied_goes_on_from_an_older_table_or_ends_the_job() -> None:
+    outcomes = [play(plan(Fault("lying disk", 0, length_s=after_s, on=("write", 2)))) for after_s in (0.5, 1.0, 3.0)]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert all("older table" in outcome.job.struck for outcome in outcomes)

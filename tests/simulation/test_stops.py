@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from mindx_elastic.guard import last_resort
+from tests.simulation.schedules import Fault
 from tests.simulation.stops import plan_of, play
 from tests.simulation.world import World
 
@@ -19,6 +21,27 @@ def test_every_kind_of_fault_strikes_and_stops_end_as_they_do_in_life() -> None:
     codes = {rank.process.exit_code for outcome in outcomes for rank in outcome.ranks}
     assert codes >= {143, 75, 1, 0, -9}
     assert any(step for outcome in outcomes for rank in outcome.ranks for step, agreed in rank.saved if agreed)
+
+
+def test_a_request_to_the_store_may_come_twice_and_late() -> None:
+    """TCP does not do that; all that the ranks write would bear it."""
+    told = [Fault("sigterm", rank, at=1.0) for rank in range(3)]
+    faults = (Fault("doubled requests", 0, at=0.0, length_s=20.0), *told)
+    outcomes = [
+        play(replace(plan_of(seed), world_size=3, steps=20, step_s=0.1, faults=faults, window=1)) for seed in range(20)
+    ]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert all(outcome.doubled for outcome in outcomes)
+    assert {rank.process.exit_code for outcome in outcomes for rank in outcome.ranks} == {143}
+
+
+def test_each_rank_saves_its_boundary_where_the_store_is_lost_and_all_live() -> None:
+    """It may come back empty: no connection of the ranks leads there."""
+    lost = Fault("lost store", 0, at=0.5), Fault("sigterm", 1, at=0.6)
+    outcomes = [play(replace(plan_of(seed), world_size=3, steps=20, step_s=0.1, faults=lost)) for seed in range(20)]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert {tuple(rank.process.exit_code for rank in outcome.ranks) for outcome in outcomes} == {(75, 143, 75)}
+    assert not any(agreed for outcome in outcomes for rank in outcome.ranks for _, agreed in rank.saved)
 
 
 def test_a_thread_of_an_earlier_test_stays_in_the_real_world() -> None:

@@ -202,9 +202,9 @@ class World:
         """Of computers, by their names."""
         self.processes: dict[int, Process] = {}
         self.descriptors: dict[int, File] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         """A heap of what is to happen, and when."""
-        self._due: list[Callable[[], None]] = []
+        self._due: list[Callable[[], object]] = []
         self._num_events = 0
         self._failure: Exception | None = None
         self.is_closed = False
@@ -216,7 +216,7 @@ class World:
         self._numbers += 1
         return self._numbers
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
+    def at(self, when: float, act: Callable[[], object]) -> None:
         """Let `act` happen at `when`: a fault, a message that arrives. It must not wait."""
         self._num_events += 1
         heapq.heappush(self._events, (when, self._num_events, act))
@@ -274,7 +274,7 @@ class World:
             self.now = soon
         return None
 
-    def _happen(self, act: Callable[[], None]) -> None:
+    def _happen(self, act: Callable[[], object]) -> None:
         """In whatever thread notices that it is time; an error of the simulation must not meet the handlers of that."""
         before, self.thread = self.thread, None
         try:
