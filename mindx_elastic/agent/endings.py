@@ -40,6 +40,7 @@ __all__ = [
 GRACEFUL_CODES = frozenset({*map(exit_code_of_signal, STOP_SIGNALS), EXIT_TEMPORARY})
 # What a guarded rank gives as its reason when another rank has failed (`Alarms.of_death`, `Alarms.of_exception`).
 _ELSEWHERE = re.compile(r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|a node is lost|the agent .*is gone)")
+_TERMINATED = re.compile(r"^SIGTERM\b(?: on rank (\d{1,18}))?")
 _REHEARSAL = re.compile(r"^rehearsal at step (\d{1,18})\b")
 
 
@@ -149,7 +150,7 @@ def conclude(
     if stop is StopKind.FAULT:
         return Ending(outcome="stopped", code=_code(left[0]) if left else EXIT_TEMPORARY, cause=cause)
     if failed or stop is StopKind.FAILURE:
-        asked = next((end for end in exits if _was_asked(end)), None)
+        asked = next((end for end in exits if _was_asked(end, exits)), None)
         if asked is not None and asked.status is not None:
             return Ending(outcome="stopped", code=asked.status.asked_code, cause=asked.status.reason, first=asked)
         return _failure(failed, left, cause, rank)
@@ -178,10 +179,16 @@ def _ends_for_failure(end: WorkerExit) -> bool:
     return end.status is not None and _ELSEWHERE.match(end.status.reason) is not None
 
 
-def _was_asked(end: WorkerExit) -> bool:
+def _was_asked(end: WorkerExit, exits: Sequence[WorkerExit]) -> bool:
     """Whether a rank was on its way out because the job is to stop: then another failure is not a reason
-    to start the job again. With code 0 the program says that it has done all: that needs all ranks."""
-    return meaning(end) is not Meaning.FAILED and end.status is not None and end.status.asked_code > 0
+    to start the job again. With code 0 the program says that it has done all: that needs all ranks. A SIGTERM counts
+    where it came to a rank of this node, and the agent had not sent one before."""
+    if meaning(end) is Meaning.FAILED or end.status is None or end.status.asked_code <= 0:
+        return False
+    if (found := _TERMINATED.match(end.status.reason)) is None:
+        return True
+    heard = end.rank if found[1] is None else int(found[1])
+    return any(other.rank == heard and not other.urged for other in exits)
 
 
 def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: str, rank: int) -> Ending:

@@ -46,6 +46,8 @@ class WorkerExit:
     """The last that its page said; None without a guard."""
     sent: frozenset[int] = field(default_factory=frozenset)
     """Signals that the agent had sent it."""
+    urged: bool = False
+    """The agent had sent it SIGTERM before anybody else asked for a stop."""
     message: str = ""
     """The exception that the script left in its error file, one line; mostly empty."""
 
@@ -81,6 +83,7 @@ class Workers:
         self._pages = {rank: page_path(pages, rank) for rank in processes}
         self._error_of = error_of
         self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
+        self._urged: set[int] = set()
         self._fds: dict[int, int] = {}
         self._threads: dict[int, int] = {}
         """Ranks, by descriptors of threads of theirs: see `look_for_early_signs`."""
@@ -224,7 +227,8 @@ class Workers:
         status, sent = self.status(rank), frozenset(self._sent[rank])
         said = self._error_of(rank, code) if code else ""
         message = said if code > 0 else ""  # a signal has ended it, and not the exception that it may have spoken of
-        return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, message=message)
+        urged = rank in self._urged
+        return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, urged=urged, message=message)
 
     def status(self, rank: int) -> Status | None:
         """What the rank's page says now; None: there is no page of this process."""
@@ -255,12 +259,16 @@ class Workers:
         self.exits = [end for end in self.exits if end.rank != rank]
         self.processes[rank] = self.live[rank] = process
         self._sent[rank] = set()
+        self._urged.discard(rank)
         with suppress(OSError):
             self._fds[rank] = open_pidfd(process.pid)
 
     def send(self, rank: int, signum: int) -> None:
         """Signal the trainer alone: its loader workers must not get what is meant for it."""
         if rank in self.live:
+            status = self.status(rank)
+            if signum == signal.SIGTERM and (status is None or status.asked_code <= 0):
+                self._urged.add(rank)
             self._sent[rank].add(signum)
             with suppress(ProcessLookupError):
                 os.kill(self.live[rank].pid, signum)

@@ -82,9 +82,9 @@ class Alarm(NamedTuple):
 
     @property
     def asked_code(self) -> int:
-        """`exit_code` where somebody wants the job to stop; -1: something is wrong with it. SIGTERM does not count: an
-        agent also sends it after a failure."""
-        asked = self.kind in _ASKED_FOR and self.signum != signal.SIGTERM and (self.kind, self.signum) != _ORPHAN
+        """`exit_code` where somebody wants the job to stop; -1: something is wrong with it. An agent also sends SIGTERM
+        after a failure: it knows whether it has."""
+        asked = self.kind in _ASKED_FOR and (self.kind, self.signum) != _ORPHAN
         return self.exit_code if asked else -1
 
     def to_request(self) -> StopRequest:

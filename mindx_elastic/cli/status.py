@@ -245,7 +245,7 @@ def _print(console: Console, report: dict[str, Any], runs: Sequence[AgentRun]) -
     say(console, agent_in_words(run, agent["running"], age), style="bold")
     if agent["running"] is not False:
         _print_workers(console, report["workers"])
-    say(console, *_pause_in_words(report), *_saves(report["workers"]), *_losses(report))
+        say(console, *_pause_in_words(report), *_saves(report["workers"]), *_losses(report))
     still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[agent["running"]]
     say(console, "", *render(run.records, run.recoveries, still_open=still_open, width=console.width).split("\n"))
     for alarm in report["alarms"]:

@@ -144,6 +144,10 @@ class Stopper(StopState):
             self.stop(self.alarms.of_signal(signum))
             return
         name = signal_name(signum)
+        if self.alarm is not None and self.alarm.asked_code < 0 and not self.finished:
+            # The job was to restart after a failure; it is to stop now.
+            self._page.set_text("reason", f"{name}, after: {self.alarm.reason}")
+            self._page.set(asked_code=self.alarms.of_signal(signum).asked_code)
         logger.warning("%s again; the stop is under way (%s)", name, self.phase.name.lower())
         self.end_play(f"{name} again")
         self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")

@@ -111,7 +111,8 @@ class AgentFolder:
                 self.make_key()
         except OSError as error:
             raise LostFolderError(f"the agent's folder was removed, and cannot be made again ({error})") from error
-        logger.warning("%s was emptied while the job ran: the restart makes what it needs there again", self.path)
+        told = "%s was emptied while the job ran: what only memory held is lost, and how far the ranks had come"
+        logger.warning(f"{told}; the restart makes what it needs there again", self.path)
 
     def remove(self) -> None:
         """Never raises: the next agent removes what is left."""

@@ -149,6 +149,18 @@ def test_a_failure_beside_a_stop_that_was_asked_for_restarts_nothing(stop: StopK
     assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "flag file /x")
 
 
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGTERM on rank 2", "SIGTERM, after: rank 0 is gone"])
+@pytest.mark.parametrize("urged", [False, True])
+def test_a_sigterm_beside_a_failure_stops_the_job_unless_the_agent_has_sent_it(reason: str, urged: bool) -> None:
+    others = [guarded(143, rank, left=143, reason=reason, sent=(TERM,), asked=143) for rank in (1, 2)]
+    ending = conclude([end(-KILL), *(replace(each, urged=urged) for each in others)], StopKind.FAILURE)
+    assert (ending.outcome, ending.code) == (("failed", 137) if urged else ("stopped", 143))
+
+
+def test_a_sigterm_on_another_node_is_that_node_s_to_judge() -> None:
+    assert conclude([end(-KILL), guarded(143, 1, left=143, reason="SIGTERM on rank 5", asked=143)], None).code == 137
+
+
 @pytest.mark.parametrize(
     "other",
     [

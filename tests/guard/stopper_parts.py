@@ -16,6 +16,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.process_end import LogRelay
@@ -43,6 +44,7 @@ class Parts:
         grace_s: float = 30.0,
         exchange: Exchange | None = None,
         member: Any = None,
+        page: StatusPage | None = None,
         **policy: Any,
     ) -> None:
         """`policy`: fields of the only one."""
@@ -62,6 +64,8 @@ class Parts:
         }
         self.policy = ExitPolicy(**{**fields, **policy})
         self.saver = Saver(self.collector, RankInfo(), self.events)
+        if page is not None:
+            self.saver.page = page
         self.stopper = Stopper(
             step_gate=self.steps,
             update_gate=self.gate,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindx_elastic.alarm.alarm import StopRequest
+from mindx_elastic.core.status_page import StatusPage, read_page
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.guard.stop_save import StopPhase
 from tests.guard.stopper_parts import Parts
@@ -29,6 +31,17 @@ def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     )
     assert parts.stopper.alarm is first
     assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
+
+
+def test_a_signal_in_a_stop_for_a_death_stops_the_job(make_parts: Make, tmp_path: Path) -> None:
+    """The agent reads it from the page: else it would start the job again."""
+    path = tmp_path / "rank_0.page"
+    with closing(StatusPage(path)) as page:
+        parts = make_parts(page=page)
+        parts.stopper.stop(parts.stopper.alarms.of_death([1]))
+        parts.stopper.hear_signal(signal.SIGTERM)
+        status = read_page(path)
+    assert status is not None and (status.asked_code, status.reason) == (143, "SIGTERM, after: rank 1 is gone")
 
 
 @pytest.mark.parametrize("before", ["nothing", "SIGTERM"])

@@ -319,7 +319,7 @@ class Worker:
                 told = Alarm(order["reason"], order["exit_code"], asked=not is_failure, at_once=is_failure)
                 world.at(world.now, lambda: self.hear(told))
             return True
-        alarm = Alarm(signal.Signals(signum).name, exit_code_of_signal(signum), asked=signum != _TERM)
+        alarm = Alarm(signal.Signals(signum).name, exit_code_of_signal(signum), asked=True)
         if not self.node.agent.is_alive:
             alarm = Alarm(f"the agent of rank {self.rank} is gone", EXIT_TEMPORARY)
         world.at(world.now, lambda: self.hear(alarm))

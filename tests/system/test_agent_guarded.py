@@ -53,6 +53,23 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
+@drill
+def test_a_rank_that_is_told_to_stop_beside_a_killed_one_stops_the_job() -> None:
+    """As by a platform that signals processes, and not the agent."""
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
+        job.wait_for("HOLD", 2)
+        job.signal_rank(1, signal.SIGSTOP)  # so that there is no agreement
+        job.signal_rank(0)
+        job.wait_for("SIGTERM heard")
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(143)
+    assert attempts() == [("stopped", 0)], job.report()
+    assert job.matches(r"the job has stopped: SIGTERM; exit code 143"), job.report()
+    with agent(LOOP, "ckpt", ranks=2) as job:
+        job.expect(0)
+    assert job.resumed() == ["7", "7"], job.report()
+
+
 @pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
 def test_one_node_whose_connections_are_reset_restarts() -> None:
     """One node needs nobody: its workers meet again, whatever became of the agent's own connections."""
@@ -84,7 +101,7 @@ def test_shared_memory_that_was_emptied_under_the_agent_costs_no_restart(squatte
         return
     assert job.resumed()[2:] == ["7", "7"], job.report()
     assert len(job.matches(r"agent-\d+-\w+ was emptied while the job ran")) == 1, job.report()
-    assert attempts() == [("failed", 0), ("finished", None)]
+    assert attempts() == [("failed", None), ("finished", None)], "the pages were gone: not 0"
     assert nothing_left()
 
 
