@@ -137,6 +137,8 @@ class Recovery:
     def refuse(self, ranks: Sequence[int], cause: str, reason: str, *, stuck_s: float = 0.0) -> None:
         """Say that there is no recovery in place, which has not begun."""
         self._tell()
+        if self._machine.phase is Phase.FALLBACK and self._now is not None and self._now.told:
+            return  # it is the same failure: the agent has seen several deaths at once
         logger.warning("no recovery in place: %s", reason)
         if self._now is not None:
             self._now.told = True

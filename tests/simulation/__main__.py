@@ -25,7 +25,7 @@ import torch
 
 from tests.simulation.schedules import play_part, shrink, tell
 
-SHARES = {"stops": 0.40, "cluster": 0.16, "agents": 0.08, "in_place": 0.11, "files": 0.25}
+SHARES = {"stops": 0.34, "cluster": 0.13, "agents": 0.12, "in_place": 0.15, "files": 0.26}
 """Of the schedules of `all`: each takes as much time as the others."""
 _AT_ONCE, _WRITE_AGAIN_S = 50, 60.0
 

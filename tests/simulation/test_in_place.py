@@ -88,3 +88,11 @@ def test_a_stop_after_a_second_death_is_told_as_one(seed: int) -> None:
     outcome = played(replace(QUIET, seed=seed), *deaths, Fault("sigterm", on=("join", 1), at=0.001))
     assert recoveries_of(outcome) == ["stopped"]
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(143, 0)]
+
+
+def test_two_deaths_that_are_seen_after_the_time_of_a_recovery_are_told_of_once() -> None:
+    """The agent stood still meanwhile."""
+    deaths = [Fault("kill worker", 0, rank, at=at) for rank, at in ((1, 2.6), (0, 4.2), (0, 5.0))]
+    for at in (2.61, 2.65, 2.7, 2.75):
+        outcome = played(replace(QUIET, workers=4), *deaths, Fault("freeze agent", at=at, length_s=8.0))
+        assert recoveries_of(outcome) == ["restart"]
