@@ -314,7 +314,7 @@ class CollectiveWaits:
                 self._handles.append(module.register_forward_pre_hook(lambda module, _: self._before_forward(module)))
 
     def _in_backward(self) -> None:
-        if not self._page.is_timed:
+        if not self._page.is_timed or torch.compiler.is_compiling():
             return
         ask: Any = torch.autograd.Variable._execution_engine.queue_callback
         began = 0

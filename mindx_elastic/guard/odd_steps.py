@@ -13,7 +13,6 @@ refused when the guard is entered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -141,10 +140,9 @@ class OddStepWatch:
 
 
 def _odd_value(value: Any) -> float | None:
-    """The value, if it is no number or infinite. Of a tensor with several elements the first such one."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if bool(torch.isfinite(value).all()):
-            return None
-        value = value[~torch.isfinite(value)].flatten()[0].item()
-    return None if value is None or math.isfinite(value) else float(value)
+    """The value, if it is no number or infinite; of several the first such one."""
+    if value is None:
+        return None
+    found = torch.as_tensor(value).detach().flatten()
+    is_finite = torch.isfinite(found)
+    return None if bool(is_finite.all()) else found[~is_finite][0].item()

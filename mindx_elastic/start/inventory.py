@@ -181,9 +181,10 @@ class Inventory:
     def _leave_out_odd_steps(self) -> None:
         spoiled = without_odd_steps((key[3] for key in self._files), self.odd)
         self._files = {key: file for key, file in self._files.items() if key[3] not in spoiled}
-        for moment, step in sorted(spoiled.items()):
-            why = f"step {step.step} was odd on rank {step.rank} ({step.what}); odd_steps_rank_{step.rank}.json says so"
-            self.rejected.append(Rejected(moment_name(moment), why, moment))
+        self.rejected += [Rejected(moment_name(m), str(step), m) for m, step in sorted(spoiled.items())]
+        for path, entry in self.entries.items():
+            if entry.info is not None and (step := spoiled.get(entry.info.moment)) is not None:
+                self.entries[path] = entry._replace(problem=f"not used: {step}")
 
     def _add_own(self, found: Findings, only: int | None) -> None:
         for rank, states in found.own.items():

@@ -40,6 +40,9 @@ class OddStep:
     verdict: Literal["open", "own", "other"]
     """Whether it came out as odd when it was made again: not known yet, yes, no."""
 
+    def __str__(self) -> str:
+        return f"step {self.step} was odd on rank {self.rank} ({self.what}); {ODD_STEPS}{self.rank}.json says so"
+
     def spoils(self, moment: Moment) -> bool:
         """Whether a state of `moment` may have come of it."""
         return moment[0] == self.run_id and moment[1] <= self.attempt and moment[2] >= self.step

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,10 +59,11 @@ def verdicts(folder: Path) -> list[tuple[int, str]]:
         {"loss": NAN},
         {"loss": -INF},
         {"loss": torch.tensor([1.0, INF])},
+        {"loss": np.float32(NAN)},
         {"grad_norm": torch.tensor(NAN)},
         {"loss": torch.tensor(NAN, dtype=torch.bfloat16, requires_grad=True)},
     ],
-    ids=["nan", "infinite", "tensor", "gradient norm", "bfloat16"],
+    ids=["nan", "infinite", "tensor", "numpy", "gradient norm", "bfloat16"],
 )
 def test_a_step_that_is_odd_once_is_made_again(
     tmp_path: Path, odd: dict[str, Any], caplog: pytest.LogCaptureFixture

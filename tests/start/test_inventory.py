@@ -66,6 +66,8 @@ def test_an_attempts_files_of_an_odd_step_and_later_ones_are_not_used(tmp_path: 
     assert sorted(each.moment[2] for each in plan.rejected if each.moment) == [7, 8]
     why = "step 7 was odd on rank 1 (loss nan); odd_steps_rank_1.json says so"
     assert inventory.lines(plan.rejected) == [f"run run-a step 7 is not used: {why}"]
+    alone = {Path(path).name: entry.problem for path, entry in look_alone(nodes[1]).entries.items()}
+    assert alone == {f"a-1_{step}.safetensors": None if step == 6 else f"not used: {why}" for step in (6, 7, 8)}
     for rank, node in enumerate(nodes):
         write(node / f"rank_{rank}" / "b-1_7.safetensors", step=7, rank=rank, world_size=2, attempt=1)
     assert planned(merged(nodes).plan(World(2))).moment == ("run-a", 1, 7)
