@@ -61,9 +61,9 @@ _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no s
 def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
     """Split `state` into a JSON tree and the tensors that it refers to by name.
 
-    The tensors are views of the state's own memory wherever that is possible (see `dtypes.to_stored`); nothing big is
-    copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are readable paths such
-    as ``optimizer.state.0.exp_avg``.
+    The tensors are those of the state, or views of their memory wherever that is possible (see `dtypes.to_stored`);
+    nothing big is copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are
+    readable paths such as ``optimizer.state.0.exp_avg``.
 
     Raises UnsupportedStateError, which names the place, for anything that would not come back as it was: sparse,
     quantized, nested and meta tensors, tensor subclasses, arbitrary objects.
@@ -239,8 +239,8 @@ class _Encoder:
             raise UnsupportedStateError(where or "state", _tensor_problem(value))
         has_name = value.dtype in NAMES
         # The first is to_stored() for most tensors.
-        plain = has_name and not value.is_neg() and not value.is_conj()
-        stored = value.detach() if plain else to_stored(value)
+        plain, has_grad = has_name and not value.is_neg() and not value.is_conj(), value.requires_grad
+        stored = to_stored(value) if not plain else value.detach() if has_grad else value
         address = value.data_ptr()  # of an empty tensor: null
         if address in self._first or not where.isascii() or where in self.tensors or where in ("", "__metadata__"):
             name = self._name(value, stored, where)
@@ -254,7 +254,7 @@ class _Encoder:
             raise UnsupportedStateError(where or "state", f"a tensor of {stored.dim()} dimensions; {MAX_DIMS} at most")
         if not stored.is_contiguous():  # the order of the axes: products with a transposed matrix have other last bits
             node["strides"] = list(torch.empty_like(stored, device="meta").stride())
-        if value.requires_grad:
+        if has_grad:
             node["grad"] = True
         if type(value) is torch.nn.Parameter:  # isinstance() would cost as much as all of the above
             node["parameter"] = True

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def write_checkpoint(
     try:
         with new_file(path, name_it) as (fd, _):
             _reserve(fd, path, nbytes)
-            pinned = "cuda" in {tensor.device.type for tensor in tensors.values()}
+            pinned = any(map(attrgetter("is_cuda"), tensors.values()))
             with closing(BlockWriter(fd, len(header), pinned=pinned, reserve=reserve, cached=cached)) as blocks:
                 digests = blocks.put_tensors((name, tensors[name], end - begin) for name, _, _, begin, end in entries)
                 blocks.finish(partial(seal_header, header, digests))
