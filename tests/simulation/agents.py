@@ -2,10 +2,7 @@
 
 Real are the agent from the first meeting of the nodes to its exit code (`agent.launcher.run_job`, and with it the
 supervisor, the attempt, workers, endings, restarts, membership, inbox), the table with its server, and torch's agent.
-Simulated are the system (`system`), the network, the workers (`workers`), and what goes wrong::
-
-    python -m tests.simulation agents --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation agents --seed 4711          # its story
+Simulated are the system (`system`), the network, the workers (`workers`), and what goes wrong.
 
 What must hold in every schedule:
 
@@ -117,6 +114,7 @@ class Plan:
     """What the script does after the training."""
     is_guarded: bool
     hears_connections: bool
+    """A collective whose peer is dead fails; else it hangs."""
     host_is_apart: bool
     """The table is not served by the first node's agent."""
     max_restarts: int
@@ -334,6 +332,7 @@ class Job:
         self.save_s, self.after_s, self.is_guarded = plan.save_s, plan.after_s, plan.is_guarded
         self.hears_connections = plan.hears_connections
         self.durable_step = -1
+        """The newest on the disk that all nodes share."""
         self.host: Process | None = None
         """Serves the table."""
         self.failures = 0

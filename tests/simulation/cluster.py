@@ -2,10 +2,7 @@
 
 Real are the scheduler's loop, its table, the workers' connections and their ends. Simulated are the network, the folder
 of the table, the training with its collectives and its guard, ``exec``, and a person who starts again what has died.
-`play` plays one schedule::
-
-    python -m tests.simulation cluster --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation cluster --seed 4711        # its story
+`play` plays one schedule.
 
 What must hold in every schedule:
 

@@ -1,10 +1,7 @@
 """Files of a job on a disk that fails: it loses its power at any call, tears what it writes, lies, or is full.
 
 Real are the writer with its second names and quarantine, retention, the small files, and what a start does: the scan,
-the plan, the reader with its digests. Simulated is what is on the disk after the failure (`disk`)::
-
-    python -m tests.simulation files --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation files --seed 4711          # its story
+the plan, the reader with its digests. Simulated is what is on the disk after the failure (`disk`).
 
 What must hold in every schedule:
 

@@ -2,10 +2,7 @@
 
 Real are the agent of `agents` with `agent.recovery` and `agent.replacements`, and in the workers the board, the member,
 the protocol, how a rank leaves and enters its guard again (`guard.running`), and how a new process joins
-(`rejoin.member`). Simulated are sockets and process groups, the training, its state and what goes wrong::
-
-    python -m tests.simulation in_place --schedules 20000 --first 0 --jobs 2
-    python -m tests.simulation in_place --seed 4711          # its story
+(`rejoin.member`). Simulated are sockets and process groups, the training, its state and what goes wrong.
 
 What must hold in every schedule, beside what `agents` checks:
 
@@ -147,26 +144,11 @@ class PrefixStore:
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}"
 
-    def set(self, key: str, value: str) -> None:
-        self.underlying_store.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.underlying_store.get(self._key(key)))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        self.underlying_store.multi_set([*map(self._key, keys)], values)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [*self.underlying_store.multi_get([*map(self._key, keys)])]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self.underlying_store.check([*map(self._key, keys)]))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        self.underlying_store.wait([*map(self._key, keys)], timeout)
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.underlying_store, name)
+        return lambda keys, *more: call(
+            self._key(keys) if isinstance(keys, str) else [self._key(key) for key in keys], *more
+        )
 
 
 @dataclass(frozen=True)

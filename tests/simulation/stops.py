@@ -2,10 +2,7 @@
 
 Real are the watcher, the stop request, the exchange over the store, the agreement, the step gate, the update gate, the
 stopper with its claim, the salvage and the last resort. Simulated are the training, its collectives, the store's host
-and the network to it, what a save takes, and what goes wrong. `play` plays one schedule and checks `faults_of` it::
-
-    python -m tests.simulation stops --schedules 100000 --first 0 --jobs 2
-    python -m tests.simulation stops --seed 4711          # its story
+and the network to it, what a save takes, and what goes wrong. `play` plays one schedule and checks `faults_of` it.
 
 What must hold in every schedule:
 

@@ -8,17 +8,20 @@ A worker without a guard ends by the first signal. Collectives need all ranks.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.memory.agent_folder import CONTROL_SIGNAL
-from tests.simulation.world import Process, Topic, World
+from tests.simulation.world import Process, Topic
 
-__all__ = ["Alarm", "Meeting", "Training", "Worker", "WorkerNode"]
+if TYPE_CHECKING:
+    from tests.simulation.agents import Job, Node
+
+__all__ = ["Alarm", "Meeting", "Worker"]
 
 _AGREEMENT_S, _LATE_S = 3.0, 7.0
 """A rank acts alone without an agreement, and where its deadline is near."""
@@ -26,35 +29,6 @@ _CONNECT_S = 60.0
 """How long ranks wait for each other at their start."""
 _NOTICE_S = 0.002
 _TERM = int(signal.SIGTERM)
-
-
-class Training(Protocol):
-    """The job, as its workers know it."""
-
-    world: World
-    steps: int
-    step_s: float
-    start_s: float
-    save_s: float
-    after_s: float
-    is_guarded: bool
-    hears_connections: bool
-    """A collective whose peer is dead fails; else it hangs."""
-    durable_step: int
-    """Newest step on the disk that all nodes share."""
-    wrong: list[str]
-
-
-class WorkerNode(Protocol):
-    """What a worker knows of its machine."""
-
-    number: int
-    is_cut_off: bool
-    order: Mapping[str, Any] | None
-    """Of the agent, in its folder."""
-
-    @property
-    def agent(self) -> Process: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +55,7 @@ class _LeaveError(Exception):
 class Meeting:
     """The workers of one attempt: those that were given one address to meet at."""
 
-    def __init__(self, job: Training, world_size: int, restarts: int) -> None:
+    def __init__(self, job: Job, world_size: int, restarts: int) -> None:
         self.job, self.world_size, self.restarts = job, world_size, restarts
         self.workers: dict[int, Worker] = {}
         self.topic = Topic(job.world)
@@ -142,9 +116,7 @@ class Meeting:
 class Worker:
     """One process of a rank."""
 
-    def __init__(
-        self, job: Training, node: WorkerNode, meeting: Meeting, rank: int, world_size: int, process: Process
-    ) -> None:
+    def __init__(self, job: Job, node: Node, meeting: Meeting, rank: int, world_size: int, process: Process) -> None:
         self.job, self.node, self.meeting, self.process = job, node, meeting, process
         self.rank, self.world_size = rank, world_size
         self.status: Status | None = None
