@@ -107,7 +107,8 @@ def _may_lose(program: Program, fault: str) -> float:
 
 
 def _results(output: str) -> list[str]:
-    return sorted(re.findall(r"RESULT \d+ \w+ [0-9a-f]{12}", output))
+    """Each once: a rank that had ended before another one's death ends again in the job's next attempt."""
+    return sorted({*re.findall(r"RESULT \d+ \w+ [0-9a-f]{12}", output)})
 
 
 def program_of(seed: int, ranks: int, system: str) -> Program:
