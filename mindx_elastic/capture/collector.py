@@ -98,6 +98,8 @@ class Collector:
         """The modules whose buffers have always come out as `copy_ahead` forecast."""
         self.is_at_boundary = False
         """The program has not gone on since the last `copy`."""
+        self.last_step = 0
+        """The step with which a loop ends, where that is known without a loader."""
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
@@ -206,7 +208,8 @@ class Collector:
             self._follow()
         for adapted in self.adapted:
             # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
-            adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
+            ends_epoch = 0 < position.batch_num <= position.step_in_epoch
+            adapted.may_be_last = ends_epoch or position.step == self.last_step
         for module in self._modules.values():
             module.copy(closely=closely)
         for copy in self._copies:
@@ -304,6 +307,13 @@ class Collector:
         self.is_at_boundary = False
         for component in self.adapted:
             component.at_boundary = False
+
+    def take_late(self) -> list[str]:
+        """The training is over: what was not copied at the last boundary is taken as it is now. Returns its names."""
+        late = [component for component in self.adapted if component.copied is None and not component.at_boundary]
+        for component in late:
+            component.at_boundary = True
+        return [component.name for component in late]
 
     def return_to_boundary(self) -> None:
         """The program asks for a save between two steps: what is not copied at boundaries is taken as it is now."""

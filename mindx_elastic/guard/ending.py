@@ -16,6 +16,7 @@ from pathlib import Path
 from mindx_elastic.alarm.alarm import REFUSAL, REHEARSAL
 from mindx_elastic.capture.update_gate import GateState
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loops.loaders import Loaders
@@ -100,6 +101,13 @@ class GuardEnding:
         gate = self._stopper.update_gate
         with gate.hold(GATE_S) as problem:
             if problem is None:
+                if late := saver.collector.take_late():
+                    logger.info(
+                        "%s: saved as now, not as at step %d: it takes too long to be copied at every boundary. Where "
+                        "code after the last guard.step_end() has changed it, more steps may differ",
+                        listed(late, 4),
+                        step,
+                    )
                 return saver.save_final(policy)
         # An average that is updated after the last step belongs into the block: nothing is wrong with the training.
         logger.log(

@@ -535,9 +535,10 @@ class Guard(LayeredGuard):
 
     def _pass_tail(self) -> None:
         """The code after an epoch has run: its last boundary is here."""
-        self._boundaries.cut(self._loops.position, again=True)
-        self._overlap.behind_tail()
-        self._offer_stop(at_tail=True)
+        if not self._overlap.is_playing:  # else the stop did not know that it was an epoch's end
+            self._boundaries.cut(self._loops.position, again=True)
+            self._overlap.behind_tail()
+            self._offer_stop(at_tail=True)
 
     def _keep_again(self, is_foreseen: bool) -> None:
         """The data has ended, and code that belongs to the last boundary follows: what it reads was not part of that

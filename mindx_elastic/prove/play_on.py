@@ -230,6 +230,8 @@ class Overlap:
             self._not_compared, why = None, f"step {info.step + 1} is {how}"
             in_middle = position.step_in_epoch > 1
             counts = counts_from_the_start() if in_middle and not self._loops.are_batches_numbered else ()
+            if in_middle and self._loops.counts_by_itself:
+                counts = (*counts, f"what the begin of epoch {position.epoch} sets anew")
             again = in_middle and has_begun_again(info.not_kept.partition("; ")[0].split(", "))
             told = f"{why}, and the resumed run may differ by what goes on and is not kept"
             self._tell_not_compared(info, told, counts, logging.WARNING if again else logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindx_elastic.capture import plain_component
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError
 from mindx_elastic.guard import saver as saving
 from mindx_elastic.guard.ending import GuardEnding
@@ -54,6 +56,27 @@ def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(names(tmp_path)) == 1
     Job(tmp_path / "no step", final_save=True).run(0)
     assert names(tmp_path / "no step") == []
+
+
+@pytest.mark.parametrize("last", [12, 9])
+def test_a_memory_that_takes_long_to_copy_is_part_of_the_end(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plain_component, "_LONG_S", 0.0)
+    monkeypatch.setattr(plain_component, "_LONG_SHARE", 0.0)
+    caplog.set_level(logging.INFO)
+    memory: list[int] = []
+    job = Job(tmp_path, loader=None, stateful={"memory": memory})
+    with job.guard:
+        for step in job.guard.steps(12):
+            memory.append(step)
+            job.optimizer.step()
+            job.guard.step_end()
+            if step == last:
+                break
+    assert "memory takes" in caplog.text, "it is not copied at each boundary"
+    assert len(names(tmp_path)) == 1
+    assert ("memory: saved as now" in caplog.text) == (last == 9), "only where the end was not known"
 
 
 def test_a_save_by_hand_counts_where_a_start_looks(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import UnmanagedStateError
-from tests.guard.program import BATCHES, Loop, Make, Program, no_loader, run, stopped
+from tests.guard.program import BATCHES, Loop, Make, Program, check, draw, no_loader, run, stopped
 from tests.guarded import Points
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -193,3 +195,61 @@ def test_left_alone(tmp_path: Path, loop: Loop, make: Make, caplog: pytest.LogCa
         loop(p)
     assert p.guard.step >= 5
     assert "counts by itself" not in caplog.text
+
+
+# --- episodes: the program alone knows when an epoch ends ---
+
+
+def episodes(p: Program) -> None:
+    state = p.guard._targets["state"]
+    for _ in p.guard.epochs(3):
+        while True:
+            state["done"] += 1
+            p.train(p.full_batch())
+            if state["done"] % 3 == 0:
+                break
+
+
+def episodes_that_begin_with_a_draw(p: Program) -> None:
+    state = p.guard._targets["state"]
+    for _ in p.guard.epochs(3):
+        begin = draw()
+        while True:
+            state["done"] += 1
+            p.train((p.full_batch()[0] + begin, torch.arange(8) % 3))
+            if state["done"] % 3 == 0:
+                break
+
+
+def test_episodes_that_have_ended_train_nothing_again(tmp_path: Path) -> None:
+    check(episodes, tmp_path, stops=[2, 5], make=a_count)
+    assert run(episodes, tmp_path / "whole", seed=99, **a_count())[0].guard.step == 9
+
+
+def test_what_the_begin_of_an_episode_draws_again_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_OVERLAP", "1")
+    stopped(episodes_that_begin_with_a_draw, tmp_path, 5, **a_count())
+    run(episodes_that_begin_with_a_draw, tmp_path, **a_count())
+    assert "step 6 is not the one of the stopped process" in caplog.text
+
+
+def test_what_the_begin_of_an_episode_may_do_again_is_told_where_nothing_is_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_in_step_6(p: Program) -> None:
+        def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+            if p.guard._loops.step == 5:
+                raise ZeroDivisionError
+            Program.backward(p, x, y)
+
+        p.backward = backward  # type: ignore[method-assign]
+        episodes_that_begin_with_a_draw(p)
+
+    monkeypatch.setenv("MINDX_OVERLAP", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(fails_in_step_6, tmp_path, **a_count())
+    caplog.set_level(logging.INFO)
+    run(episodes_that_begin_with_a_draw, tmp_path, **a_count())
+    assert "step 6 is not compared" in caplog.text and "what the begin of epoch 2 sets anew" in caplog.text

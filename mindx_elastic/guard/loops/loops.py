@@ -422,7 +422,7 @@ class Loops:
         """The body of the epoch has ended."""
         if self._is_late or self.tail.is_pending:
             self._between.leave()  # the boundary is here
-        if self.tail.is_pending:
+        if self.tail.is_pending or self._has_own_end():
             self.tail.pass_tail(self.epoch)
         self._leave_epoch(is_left=False)
         if self._is_over():
@@ -431,6 +431,22 @@ class Loops:
         self._in_epoch, self._done = False, self.epoch
         if not (self.loaders or self._counted_inside or self.is_layered):
             self._see_length()
+
+    def _has_own_end(self) -> bool:
+        """The epoch's body has ended. Whether only the program knew that the last boundary would be the last one of it:
+        its tail was not waited for, so with several ranks only the end of the training is such a boundary."""
+        is_last = self.epoch >= self._left
+        if not self.counts_by_itself or self._collector.position.step != self.step or not self._cuts_in_epoch:
+            return False
+        if is_last:
+            self._collector.last_step = self.step
+        return self.tail.is_alone or is_last
+
+    @property
+    def counts_by_itself(self) -> bool:
+        """The epoch has several steps, and nothing but the program knows how many."""
+        others = self.loaders or self._counted_inside or self.is_layered
+        return self._in_epoch and not others and self._collector.loop.get(_ONE_STEP) is False
 
     def _see_length(self) -> None:
         """An epoch has ended whose steps the program counts. The rest of a resumed one that is as long as a whole one
@@ -532,12 +548,11 @@ class Loops:
         the training. `is_tail_over`: the code after the epoch has run."""
         if self._steps_of_run:
             return self.step >= self._steps_of_run
-        is_one_step = not self.loaders and self._left > 0
+        if is_tail_over:
+            return self.epoch >= self._left > 0
+        is_one_step = not self.loaders and self._left > 0 and not self.counts_by_itself
         last = self._steps_of_epoch or self.position.batch_num or int(is_one_step)
-        is_over = self._loaders.at_end_of_epoch()[0] or 0 < last <= self.step_in_epoch
-        if not is_over:
-            return False
-        return not is_tail_over or self.epoch >= self._left > 0
+        return self._loaders.at_end_of_epoch()[0] or 0 < last <= self.step_in_epoch
 
     # --- steps, enumerate ---
 
@@ -562,6 +577,7 @@ class Loops:
             )
         self._counted_inside = self._counted_inside or inside
         self._steps_of_epoch, self._steps_of_run = (num_steps, 0) if inside else (0, num_steps)
+        self._collector.last_step = num_steps + (self.step - self.step_in_epoch if inside else 0)
         idle, has_step = 0, False
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self.reach_resumed_step()
