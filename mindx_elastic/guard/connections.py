@@ -156,7 +156,8 @@ class Connections:
         if self.mirror is not None and resumed is not None:
             # The nodes that held its copies may have lost them.
             self.mirror.submit(resumed.path, resumed.checkpoint.info.step)
-            if self.mirror.nearby is not None and self.takes_snapshots:
+            has_same_ranks = resumed.checkpoint.info.world_size == self._ranks.world_size
+            if self.mirror.nearby is not None and self.takes_snapshots and has_same_ranks:
                 self.mirror.nearby.copy_newest()
         if self.link is not None:
             self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas, self.home)

@@ -330,7 +330,7 @@ class Mirror:
         logger.warning("rank %d%s %s: %s; this rank's own files are not affected", partner, where, what, error)
 
     @contextmanager
-    def _request_keeping(self, partner: int, *, size: int, head: int) -> Iterator[Channel]:
+    def _request_keeping(self, partner: int, size: int, head: int) -> Iterator[Channel]:
         with self._asked(partner, "keep", math.inf, size=size, head=head) as channel:
             channel.patience_s = _FIRST_ANSWER_S
             yield channel

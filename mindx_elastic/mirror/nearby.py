@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import open_regular
@@ -36,12 +35,6 @@ _LATE = 8  # in a row: a machine that is busy for a moment is no reason to warn
 _TURN_S = 2.0
 
 
-class _Request(Protocol):
-    """Asks the rank `partner` to keep a snapshot; `size` and `head` in bytes: the file and its header."""
-
-    def __call__(self, partner: int, *, size: int, head: int) -> AbstractContextManager[Channel]: ...
-
-
 class _OvertakenError(Exception):
     """The slot is needed for a newer snapshot."""
 
@@ -53,10 +46,11 @@ class Nearby:
         self,
         arena: RankArena,
         partners: Sequence[int],
-        request: _Request,
+        request: Callable[[int, int, int], AbstractContextManager[Channel]],
         fail: Callable[[int, Exception, str], None],
     ) -> None:
-        """`fail(partner, error, what)` logs that a copy has failed."""
+        """`request(partner, size, head)` asks a rank to keep a snapshot of `size` bytes, of which its header has
+        `head`. `fail(partner, error, what)` logs that a copy has failed."""
         self._arena, self._partners, self._request, self._fail = arena, tuple(partners), request, fail
         self._thread = ReadyThread("mindx-mirror-memory")
         self._failing: set[int] = set()
@@ -75,7 +69,11 @@ class Nearby:
     def copy_newest(self) -> None:
         """Copy the newest snapshot to all partners, in the background; what is older and still waits is left out."""
         if self._thread.num_waiting < 2 and not self._closed:
-            self._thread.submit(self._copy)
+            try:
+                self._thread.submit(self._copy)
+            except RuntimeError as error:  # the process is at its limit
+                self._closed = True
+                logger.warning("this rank's snapshots go to no other node: %s; the training goes on", error)
 
     def close(self) -> None:
         """The copy under way has been broken off."""
@@ -132,7 +130,7 @@ class Nearby:
             os.close(fd)
 
     def _send(self, partner: int, fd: int, header: bytes, record: SlotRecord, go_on: Callable[[], bool]) -> None:
-        with self._request(partner, size=record.nbytes, head=len(header)) as channel:
+        with self._request(partner, record.nbytes, len(header)) as channel:
             channel.answer()
             channel.patience_s = PATIENCE_S
 

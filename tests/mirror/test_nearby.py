@@ -57,7 +57,7 @@ class Pair:
         self.failed.append(str(error))
 
     @contextmanager
-    def _request(self, partner: int, *, size: int, head: int) -> Iterator[Channel]:
+    def _request(self, partner: int, size: int, head: int) -> Iterator[Channel]:
         with self.ask("keep", size=size, head=head) as channel:
             self.in_transfer()
             yield channel
