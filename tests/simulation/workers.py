@@ -238,6 +238,8 @@ class Worker:
     def _end_well(self) -> int:
         job = self.job
         if job.is_guarded:
+            if self.alarm is None:
+                self._set(phase=WorkerPhase.BETWEEN)
             self._save()
         self.meeting.finished.add(self.rank)
         for other in self.meeting.workers.values():
