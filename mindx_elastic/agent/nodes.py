@@ -253,7 +253,11 @@ class Membership(TableConnection):
 
     def give_up(self, error: Exception) -> None:
         self.refused = f"{type(error).__name__}: {error}"
+        logger.error("this node hears no more of the others: %s", self.refused)
+        with self.changed:
+            self.down_since = time.monotonic()  # else the end of the job would be waited for
         super().give_up(error)
+        self.wakeup.ring()
 
     def tries_again(self, why: str) -> bool:
         logger.debug("the connection to the rendezvous has ended: %s", why)

@@ -222,8 +222,14 @@ _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in Mess
 
 def as_json(message: Message) -> dict[str, Any]:
     """`message` as `parse` takes it."""
-    found = {"op": type(message).__name__.lower(), **vars(message)}
-    return {name: vars(each) if isinstance(each, Identity) else each for name, each in found.items()}
+    return {"op": type(message).__name__.lower(), **{name: _plain(each) for name, each in vars(message).items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Without the deep copy of `dataclasses.asdict`."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return vars(value) if isinstance(value, Identity | Pace | SlowRank) else value
 
 
 def parse(content: object) -> Message:

@@ -189,7 +189,7 @@ class Table:
             return messages.Refused(refused, over=over if self.outcome is None else self.outcome.code)
         if known is not None and known.state is ProcessState.DEAD and self.of_agents:
             self._move(known, ProcessState.TRAINING)
-            self._patience[who.incarnation] = _Patience(known, now)
+            self._wait_for(known, now)
         if known is not None and self.hear(who.incarnation, now):
             known.said = who if self.of_agents else known.said
             if who.has_finished and known.state is ProcessState.TRAINING:

@@ -240,3 +240,15 @@ def test_twice_the_members_take_twice_the_work(ids: bool) -> None:
         return steps
 
     assert work(400) < 2.3 * work(200)
+
+
+def test_an_agent_that_comes_back_after_all_were_held_for_dead_is_missed_when_it_is_silent() -> None:
+    table = Table(2, least=2, job="job", recovery=True, limits=LIMITS, now=0.0)
+    agents = [who(number, str(number)) for number in range(2)]
+    form(table, agents)
+    table.tick(late := LIMITS.heartbeat_s + 1)
+    assert table.places.num_living == 0
+    form(table, [replace(each, job="job") for each in agents], late)
+    assert table.places.num_living == 2
+    table.tick(2 * late)
+    assert table.places.num_living == 0
