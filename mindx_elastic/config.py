@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -214,6 +215,8 @@ class Settings(_FromEnv):
     """The platform starts a process again that has left with 75."""
     rehearsed: int = _number("MINDX_REHEARSED", 0)
     """The step at which this run was rehearsed last; set by what has begun it again."""
+    archive: str = _from("", methodcaller("get", "MINDX_ARCHIVE", ""))
+    """URL of the second place of the files; empty: there is none."""
     unmanaged: str = _one_of("MINDX_UNMANAGED", "error", "warn")
     """``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     odd: str = _one_of("MINDX_ODD", "ignore", "back", "stop")

@@ -161,6 +161,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_FULL_WORLD_SIZE": shrink.full_size,
         "MINDX_PLACES": ",".join(map(str, shrink.places)) or None,
         "MINDX_ODD": settings.odd,
+        "MINDX_ARCHIVE": settings.archive or None,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,
         "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,

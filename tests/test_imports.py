@@ -28,7 +28,19 @@ STAGES = ["alarm", "agreement", "capture", "persist", "memory", "start"]
 FOUNDATION = {"_version", "config", "core", "errors"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {
-    *("agent", "cli", "cluster", "convert", "doctor", "drill", "guard", "integrations", "mirror", "platforms"),
+    *(
+        "agent",
+        "archive",
+        "cli",
+        "cluster",
+        "convert",
+        "doctor",
+        "drill",
+        "guard",
+        "integrations",
+        "mirror",
+        "platforms",
+    ),
     *("prove", "rejoin", "report", "train"),
 }
 """May import any stage. So may the modules at the top of the package. No stage imports one of them."""

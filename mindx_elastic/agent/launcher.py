@@ -209,7 +209,7 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_AGENT_DIR"] = str(folder.path)
     os.environ["MINDX_RUN_DIR"] = str(options.run_dir)
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
-    os.environ["MINDX_REHEARSE"] = options.rehearse
+    os.environ["MINDX_REHEARSE"], os.environ["MINDX_ARCHIVE"] = options.rehearse, options.archive
     os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
     os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
     for name in ("MINDX_FULL_WORLD_SIZE", "MINDX_PLACES", "MINDX_REHEARSED"):

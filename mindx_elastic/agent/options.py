@@ -67,6 +67,8 @@ class AgentOptions:
     """As in ``MINDX_SNAPSHOT_EVERY``."""
     rehearse: str
     """As in ``MINDX_REHEARSE``."""
+    archive: str
+    """As in ``MINDX_ARCHIVE``."""
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
     run_dir: Path
@@ -165,6 +167,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
             "at these steps (epoch: the first one of the second epoch) stop as for a SIGTERM and go on in new "
             "processes, which say whether the resume is exact and what it cost; no restart is counted (default: "
             "MINDX_REHEARSE, or none)"
+        ),
+    },
+    "--archive": {
+        "metavar": "URL",
+        "help": (
+            "a second place for the files (s3://bucket/folder): they are uploaded behind the training, and a start on "
+            "a new machine goes on from there; needs mindx_elastic[archive] (default: MINDX_ARCHIVE, or none)"
         ),
     },
     "--hang-timeout": {
@@ -366,6 +375,7 @@ def _options(args: Namespace, settings: Settings, run_dir: Path) -> AgentOptions
         tell_grace=grace_s is not None,
         snapshot_every=every,
         rehearse=args.rehearse or os.environ.get("MINDX_REHEARSE", ""),
+        archive=settings.archive if args.archive is None else args.archive,
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
         run_dir=run_dir,
         restarts_window_s=args.max_restarts_window,

@@ -16,12 +16,20 @@ if TYPE_CHECKING:
 __all__ = ["check_digests", "entries_at", "look_at", "nothing_found", "relative", "set_aside"]
 
 
-def look_at(directory: Path) -> Inventory:
-    """Read every header under `directory`, and the small states next to the checkpoints."""
-    from mindx_elastic.start.findings import list_files, reader_trust, scan
+def look_at(directory: Path, archive: str = "") -> Inventory:
+    """Read every header under `directory`, and the small states next to the checkpoints. `archive`: its URL."""
+    from mindx_elastic.start.findings import add_archived, list_files, reader_trust, scan
     from mindx_elastic.start.inventory import Inventory
 
-    return Inventory.merge([scan(list_files([directory]), trust=reader_trust(directory))])
+    found = scan(list_files([directory]), trust=reader_trust(directory))
+    if archive:
+        from mindx_elastic.archive.archive import Archive
+        from mindx_elastic.config import RankInfo
+
+        place = Archive(archive, RankInfo(), [directory])
+        add_archived(found, place, counts=True)
+        place.close()
+    return Inventory.merge([found])
 
 
 def entries_at(path: Path) -> list[CatalogEntry]:

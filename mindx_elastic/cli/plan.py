@@ -57,6 +57,9 @@ def plan_command(
         int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Plan for this step, not the newest.")] = None,
+    archive: Annotated[
+        str | None, typer.Option(metavar="URL", help="The second place of the files; default: MINDX_ARCHIVE.")
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses and compare their digests.")
     ] = True,
@@ -89,15 +92,20 @@ def plan_command(
     mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
     mindx-elastic plan ckpt --json | jq '.step'
     """
+    from mindx_elastic.config import Settings
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
     from mindx_elastic.start.facts import KnownFaults, ResumePlan, World
     from mindx_elastic.start.inventory import until_sound
     from mindx_elastic.start.planner import newest_world_size
 
-    is_first_start = emit_env is not None and not os.path.lexists(path)  # of a start script; else a slip of the pen
+    archive = Settings.from_env().archive if archive is None else archive
+    # Of a start script, or a new machine; else a slip of the pen.
+    is_first_start = bool(emit_env or archive) and not os.path.lexists(path)
     if not is_first_start and not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    found = checkpoints.look_at(path)
+    found = checkpoints.look_at(path, archive)
+    if found.unread_archive:
+        fail(found.unread_archive)
     if not found.facts:
         found.rejected += _leftovers(path, found)
     is_nothing = not (found.facts or found.rejected)
@@ -181,7 +189,7 @@ class _Digests:
         from mindx_elastic.persist.catalog import read_entry
 
         for fact in _files_used(plan):
-            if fact.path in self.seen:
+            if fact.path in self.seen or fact.address:  # the start checks what it fetches
                 continue
             entry = self._entries[fact.path]
             self.seen.add(fact.path)
@@ -217,6 +225,7 @@ def _document(path: Path, found: Inventory, plan: ResumePlan | Refusal, faults: 
         "directory": str(path),
         "reasons": [],
         "proof": None,
+        "archived_files": sum(bool(fact.address) for fact in _files_used(plan)),
         "faults_from": faults.source,
         "faults_problems": [unfinished] if faults.initializing else [],
         **find_unused_state(path),
@@ -267,6 +276,7 @@ def _print_facts(console: Console, facts: Sequence[tuple[str, str, str]]) -> Non
 def _facts(plan: ResumePlan, document: dict[str, Any]) -> list[tuple[str, str, str]]:
     causes = [text for text in document["reasons"] if text not in document["kinds"]]
     why = ", ".join(document["kinds"]) + (f" ({'; '.join(causes[:3])})" if causes else "")
+    fetches = bool(document["archived_files"])
     lost, seen = plan.steps_lost or 0, plan.step + (plan.steps_lost or 0)
     return [
         ("saved", f"{moment(document['created'])}: {why}", ""),
@@ -276,6 +286,7 @@ def _facts(plan: ResumePlan, document: dict[str, Any]) -> list[tuple[str, str, s
         ("lost", f"{counted(lost, 'step')}: up to {seen} had been seen", "yellow")
         if lost
         else ("lost", "nothing that was saved later", ""),
+        *([("archive", f"{document['archived_files']} of these files have to be fetched", "")] * fetches),
         ("world", _worlds(plan, document), ""),
         *_inputs(document),
         ("restore", _restore(document), ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,6 +26,9 @@ from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.rejoin.member import Member
 from mindx_elastic.start.restore import Resumed
 
+if TYPE_CHECKING:
+    from mindx_elastic.archive.archive import Archive
+
 __all__ = ["Connections"]
 
 _DURABLE_S = 5.0
@@ -41,6 +45,7 @@ class Connections:
         snapshot_every: int | str | None,
         redundancy: int | None,
         exchange: Exchange,
+        archive: str = "",
         *,
         home: Path | None = None,
         evaluates: bool = False,
@@ -76,10 +81,17 @@ class Connections:
         self._nodes = NodesPart(copies, ranks, store_host())
         self.mirror: Mirror | None = None
         """Keeps copies of the files on other nodes, and carries them between these; None without redundancy."""
+        self.archive: Archive | None = None
+        """The second place of the files."""
+        if archive and not evaluates:
+            from mindx_elastic.archive.archive import Archive
+
+            self.archive = Archive(archive, ranks, directories, saver.events, saver.trust)
+            stack.callback(self.archive.close)
 
     def parts(self) -> list[Part]:
         """Its parts of the first meeting."""
-        return [self._nodes]
+        return [self._nodes] if self.archive is None else [self._nodes, self.archive.part]
 
     def later_parts(self) -> list[Part]:
         """Its parts of the second meeting."""
@@ -159,6 +171,9 @@ class Connections:
             has_same_ranks = resumed.checkpoint.info.world_size == self._ranks.world_size
             if self.mirror.nearby is not None and self.takes_snapshots and has_same_ranks:
                 self.mirror.nearby.copy_newest()
+        if self.archive is not None and resumed is not None:
+            # The process that wrote it may have had no time to.
+            self.archive.submit(resumed.path, resumed.checkpoint.info.step)
         if self.link is not None:
             self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas, self.home)
 

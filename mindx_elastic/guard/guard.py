@@ -68,8 +68,7 @@ class Guard(LayeredGuard):
                     guard.step_end()
 
     Entering resumes if there is something to resume, then installs signal handlers; leaving restores them. Enter it
-    in the main thread, one at a time in a process, after DDP has wrapped the model. With several ranks every rank
-    enters it.
+    in the main thread, one at a time in a process, after DDP has wrapped the model, and on every rank.
 
     Arguments (all by keyword):
 
@@ -88,13 +87,11 @@ class Guard(LayeredGuard):
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `save_every`: also save on the way, so that SIGKILL and power cuts cost no more: steps, a time (``"90s"``,
-      ``"10min"``, ``"1h"``), or ``"auto"`` (as often as 1 % of the time pays for). A thread writes; the
-      newest two complete steps stay.
+      ``"10min"``, ``"1h"``), or ``"auto"`` (as often as 1 % of the time pays for). The newest two complete steps stay.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
       `append_info`: JSON-able values for the files' headers.
     * `allow_shared_directory`: accept a directory that every user may write to; files of other users are left out.
-      `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
-      ``MINDX_TRUSTED_USERS``.
+      `trusted_users` (numbers, names): theirs count. Also ``MINDX_ALLOW_SHARED_DIRECTORY=1``, ``MINDX_TRUSTED_USERS``.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `unmanaged`: ``"error"`` or ``"warn"`` where state of the training is certain not to be kept (an optimizer or a
@@ -106,6 +103,7 @@ class Guard(LayeredGuard):
     * `odd`: ``"back"``: a step whose loss (or ``step_end(grad_norm=...)``) is no number is made again, once, by new
       processes from the boundary before: odd again, the training goes on; ``"stop"``: it ends. ``MINDX_ODD``.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
+    * `archive`: URL of a second place of the files (``s3://bucket/folder``), for new machines; ``MINDX_ARCHIVE``.
     * `remove_redundancy`: True: in periodic saves and at the end a machine's DDP ranks write each part of what they
       share once, and a resume needs all their files. At a stop, from 3 ranks on, each part is in two files either way.
 
@@ -139,6 +137,7 @@ class Guard(LayeredGuard):
         trusted_users: Sequence[int | str] = (),
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
+        archive: str | None = None,
         remove_redundancy: bool = False,
         layouts: Mapping[str, Layout] | None = None,
         unmanaged: str | None = None,
@@ -165,6 +164,7 @@ class Guard(LayeredGuard):
             trusted_users=trusted_users,
             snapshot_every=snapshot_every,
             redundancy=redundancy,
+            archive=archive,
             remove_redundancy=remove_redundancy,
             layouts=layouts,
             unmanaged=unmanaged,

@@ -118,6 +118,7 @@ class Opening:
             options.snapshot_every,
             options.redundancy,
             exchange,
+            "" if self.proof is not None else self.settings.archive if options.archive is None else options.archive,
             home=self._folders.home,
             evaluates=self.evaluates,
             member=None if place is None else place.member,
@@ -201,6 +202,9 @@ class Opening:
         if start.fault_report:
             saver.coordinates["fault_report"] = start.fault_report
         saver.page, saver.mirror, saver.together = around.page, around.mirror, self._together
+        if around.archive is not None:
+            saver.archive = around.archive
+            saver.coordinates["writers"] = around.archive.part.writers
         saver.gone = start.peers.look
         saver.keep_in_memory = lambda timeout_s: around.keep_in_memory(timeout_s, saver.gone())
         if start.resumed is not None:

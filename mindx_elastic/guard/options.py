@@ -42,6 +42,7 @@ class GuardOptions:
     trusted_users: Sequence[int | str] = ()
     snapshot_every: int | str | None = None
     redundancy: int | None = None
+    archive: str | None = None
     remove_redundancy: bool = False
     unmanaged: str | None = None
     overlap: bool | None = None
@@ -56,6 +57,8 @@ class GuardOptions:
         for name in ("final_save", "overlap"):
             if not isinstance(value := getattr(self, name), (bool, type(None))):
                 raise UsageError(f"{name}={value!r}: give True, False or None")
+        if not isinstance(self.archive, (str, type(None))):
+            raise UsageError(f"archive={self.archive!r}: give a URL (s3://bucket/folder), or None")
         if not isinstance(self.remove_redundancy, bool):
             raise UsageError(f"remove_redundancy={self.remove_redundancy!r}: give True or False")
         if self.unmanaged not in (None, *MODES):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import Flat, SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.start.inventory import newest_complete
+
+if TYPE_CHECKING:
+    from mindx_elastic.archive.archive import Archive
 
 __all__ = ["DeviceWentOnError", "Saver"]
 
@@ -97,6 +100,8 @@ class Saver:
         """Saves with the other ranks at an agreed stop; None: each writes all it has."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
+        self.archive: Archive | None = None
+        """Takes the files to a second place, once they are durable here."""
         self.gone: Callable[[], Sequence[int]] = lambda: ()
         """Returns the ranks known to be dead."""
         self.keep_in_memory: Callable[[float], bool] = lambda timeout_s: False
@@ -163,6 +168,8 @@ class Saver:
                 result = write(state, info, held=held, flat=(tree, tensors))
         if self.mirror is not None:
             self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        if self.archive is not None and info.resumable:
+            self.archive.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
 
     def _root(self, directory: Path) -> Path:
@@ -276,8 +283,9 @@ class Saver:
 
         return self._attempt(info, write, "the training has ended well; older checkpoints are untouched")
 
-    def delete(self, path: Path) -> None:
+    def delete(self, entry: CatalogEntry) -> None:
         """Remove an old checkpoint of this run, here and where it was copied to. A failure is a warning."""
+        path, header = entry.path, entry.header
         try:
             os.unlink(path)
         except OSError as error:
@@ -285,6 +293,8 @@ class Saver:
             return
         if self.mirror is not None:
             self.mirror.drop(path, self.events.run_id)
+        if self.archive is not None and header is not None:
+            self.archive.drop(header.info.moment, header.digest)
 
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
@@ -316,6 +326,8 @@ class Saver:
             self.reserve.close()
         if self.mirror is not None:
             self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
+        if self.archive is not None:
+            self.archive.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
     def describe(self, kind: str) -> CheckpointInfo:
         """The header facts of the last boundary."""
@@ -417,6 +429,8 @@ class Saver:
             self.page.set(durable_step=info.step, durable_ns=time.monotonic_ns(), durable_bytes=self._nbytes)
         if self.mirror is not None and not dying:
             self.mirror.submit(result.path, info.step)
+        if self.archive is not None and info.resumable and not dying:
+            self.archive.submit(result.path, info.step)
         return result
 
     def prune(self, policy: PeriodicPolicy) -> None:
@@ -446,7 +460,7 @@ class Saver:
             protect=self._protected(policy, entries, sorted(own)),
         )
         for entry in (each for moment in doomed for each in own[moment]):
-            self.delete(entry.path)
+            self.delete(entry)
 
     def _protected(self, policy: PeriodicPolicy, entries: Sequence[CatalogEntry], own: Sequence[Moment]) -> set[Moment]:
         """The newest complete step, the step just written, and those that may become complete yet.

@@ -25,7 +25,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -60,6 +60,7 @@ __all__ = [
     "Header",
     "HeaderDraft",
     "Held",
+    "header_of",
     "open_checkpoint",
     "read_header",
     "seal_header",
@@ -326,10 +327,28 @@ def open_checkpoint(
         os.close(fd)
 
 
+def header_of(raw: bytes, path: Path) -> Header:
+    """Check a header that was kept apart from its file, which is, or will be, at `path`: all bytes before the data.
+
+    Raises CorruptCheckpointError and ForeignCheckpointError. Any thread.
+    """
+    return _judged(lambda: (raw, None), path, sealed=True, shared=None)
+
+
 def _parse(fd: int, path: Path, sealed: bool, shared: SharedJson | None) -> Header:
-    try:
+    def read() -> tuple[bytes, int]:
         size = os.fstat(fd).st_size
-        raw = _read_raw(fd, size)
+        return _read_raw(fd, size), size
+
+    return _judged(read, path, sealed, shared)
+
+
+def _judged(
+    read: Callable[[], tuple[bytes, int | None]], path: Path, sealed: bool, shared: SharedJson | None
+) -> Header:
+    """`read`: gives the header, and the size of the file, where it is there."""
+    try:
+        raw, size = read()
         described, tensors = _split(raw)
         metadata = _metadata(described, raw, sealed=sealed)
         return _checked(tensors, metadata, raw, size, shared)
@@ -401,10 +420,13 @@ def _digest_of(raw: bytes, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _checked(tensors: str, metadata: Mapping[str, str], raw: bytes, size: int, shared: SharedJson | None) -> Header:
+def _checked(
+    tensors: str, metadata: Mapping[str, str], raw: bytes, size: int | None, shared: SharedJson | None
+) -> Header:
     entries = entries_of_text(tensors)
     last = next(reversed(entries.values()), None)
     data_start, data_size = len(raw), 0 if last is None else last.end
+    size = data_start + data_size if size is None else size
     if size != data_start + data_size:
         raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")
     digests = json.loads(metadata["mindx.digests"])

@@ -89,6 +89,13 @@ class FileFact:
     """What was known against an exact resume when it was written: state of the program that no file has."""
     held: PartsHeld | None = None
     """Which parts it holds of a divided state; None: it holds all that its strategy says."""
+    writers: Annotated[int, Between(0, 1 << 63)] = 0
+    """A number that only the ranks of its writer's start have; 0: that job had no archive."""
+
+    @property
+    def address(self) -> str:
+        """Where it is in the archive, from which it is fetched to `path`; empty: it is there already."""
+        return self.where if "://" in self.where else ""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to

@@ -125,6 +125,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         replica_digests=replica_digests,
         unmanaged=tuple(info.unmanaged),
         held=None if held is None else PartsHeld(held.key, held.division.count, held.parts),
+        writers=max(0, info.coordinates.get("writers", 0)),
     )
 
 

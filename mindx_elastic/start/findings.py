@@ -23,11 +23,13 @@ from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import boot_id
+from mindx_elastic.core.printable import printable
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY, known_runs, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
+from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.shared_json import SharedJson
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.start.facts import FileFact, Rejected
@@ -35,11 +37,14 @@ from mindx_elastic.start.file_facts import Strategies, facts_of
 from mindx_elastic.start.odd_steps import ODD_STEPS, OddStep, read_odd_steps
 
 __all__ = [
+    "Archive",
+    "ArchivedFile",
     "Findings",
     "Listing",
     "Place",
     "Share",
     "Transport",
+    "add_archived",
     "list_files",
     "put_aside",
     "reader_trust",
@@ -62,6 +67,28 @@ class Transport(Protocol):
 
     def fetch(self, holder: int, root: int, name: str) -> Path:
         """Copy a file of this rank from another rank; returns its path. Raises OSError or CheckpointError."""
+
+
+class ArchivedFile(NamedTuple):
+    """A file in an archive, known by its header."""
+
+    address: str
+    """URL."""
+    entry: CatalogEntry
+    """`path`: where it belongs on disk."""
+
+
+class Archive(Protocol):
+    """A second place that all ranks see; the package's own is `archive.archive.Archive`."""
+
+    def look(self) -> Sequence[ArchivedFile]:
+        """The files of this rank's share; all ranks together see all. Raises OSError."""
+
+    def leave(self) -> None:
+        """Some rank could not look: nothing may be written to it."""
+
+    def fetch(self, address: str, path: Path) -> bool:
+        """Get a file to its place; False: it was there. Raises OSError or CheckpointError."""
 
 
 class Listing(NamedTuple):
@@ -148,13 +175,19 @@ class Findings:
     """There are, or were, files of ours on disk."""
     other: bool = False
     """Some of them are not sound files of a step, so it is unknown what they were."""
+    in_archive: list[FileFact] = field(default_factory=list, init=False)
+    """Facts of files in the archive; all processes see them. `encode` sends this field and the next two, too."""
+    unread_archive: str = field(default="", init=False)
+    """Why it is not known what is in the archive."""
+    generation: int = field(default=0, init=False)
+    """The highest one in the archive."""
     entries: dict[str, CatalogEntry] = field(default_factory=dict, init=False)
     """Catalog entries of all files that were read, by path."""
 
     @property
     def strategies(self) -> dict[str, Strategy]:
         """The strategies of all facts, by digest: they are large and few, and are sent separately from `encode`."""
-        found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory)}
+        found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory, *self.in_archive)}
         return {strategy.digest: strategy for strategy in found.values()}
 
     def encode(self) -> str:
@@ -174,6 +207,9 @@ class Findings:
         if not self.odd:
             del content["odd"]
         content |= {"facts": list(map(row, self.facts)), "in_memory": list(map(row, self.in_memory)), "own": own}
+        if self.unread_archive or self.generation or self.in_archive:
+            rows = [[fact.where, row(fact)] for fact in self.in_archive]
+            content["archive"] = [rows, self.unread_archive, self.generation]
         return json.dumps(content, separators=(",", ":"), default=lambda v: sorted(v) if type(v) is set else asdict(v))
 
     @classmethod
@@ -188,7 +224,13 @@ class Findings:
             own.setdefault(rank, {})[moment] = OwnState(b"", *said)
         facts = [_fact(row, strategies, content["disk"]) for row in content["facts"]]
         in_memory = [_fact(row, strategies, content["machine"]) for row in content["in_memory"]]
-        return read(cls, content, facts=facts, in_memory=in_memory, own=own)
+        archived = content.pop("archive", None)
+        found = read(cls, content, facts=facts, in_memory=in_memory, own=own)
+        if archived is not None:
+            rows, unread, generation = archived
+            found.in_archive = [_fact(row, strategies, str(where)) for where, row in rows]
+            found.unread_archive, found.generation = printable(unread, 500), int(generation)
+        return found
 
 
 _ROW = [each.name for each in fields(FileFact) if each.name not in ("strategy", "visible_to", "where")]
@@ -245,16 +287,8 @@ def scan(
     in_memory = [entry for path in snapshots[memory_share[0] :: memory_share[1]] if (entry := _sound(path, shared))]
     for entry in (*on_disk, *in_memory):
         found.entries[str(entry.path)] = entry
-        info = entry.info
-        if info is None:
-            continue
-        found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
-        foreseen = info.coordinates.get("foreseen")
-        if foreseen == 0:
-            found.unforeseen.add(info.moment)
-        elif foreseen == 1:
-            newest = found.foreseen.get(info.run_id, (-1, -1))
-            found.foreseen[info.run_id] = max(newest, (info.attempt, info.step))
+        if entry.info is not None:
+            _note(entry.info, found)
     strategies = Strategies(shared)
     found.facts = _facts(on_disk, strategies, found.disk, only, found)
     found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
@@ -268,6 +302,39 @@ def scan(
     _find_own_states(listing, rank, trust, found)
     _find_known_runs(listing, on_disk, in_memory, trust, found)
     return found
+
+
+def _note(info: CheckpointInfo, found: Findings) -> None:
+    """What a header says besides what its file holds."""
+    found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
+    foreseen = info.coordinates.get("foreseen")
+    if foreseen == 0:
+        found.unforeseen.add(info.moment)
+    elif foreseen == 1:
+        newest = found.foreseen.get(info.run_id, (-1, -1))
+        found.foreseen[info.run_id] = max(newest, (info.attempt, info.step))
+
+
+def add_archived(found: Findings, archive: Archive, *, counts: bool) -> None:
+    """Add what the archive has. `counts`: a start may go on from it; else it only says which numbers are taken."""
+    try:
+        files = archive.look()
+    except OSError as error:
+        found.unread_archive = str(error)
+        return
+    strategies = Strategies()
+    for address, entry in files:
+        assert entry.info is not None
+        _note(entry.info, found)
+        found.generation = max(found.generation, entry.info.generation)
+        if not counts:
+            continue
+        found.known.add(entry.info.run_id)
+        found.anything = True
+        found.entries.setdefault(str(entry.path), entry)
+        facts, rejected = facts_of([entry], strategies)
+        found.rejected += rejected
+        found.in_archive += [replace(fact, where=address) for fact in facts]
 
 
 def _sound(path: Path, shared: SharedJson) -> CatalogEntry | None:

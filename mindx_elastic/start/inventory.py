@@ -129,9 +129,14 @@ class Inventory:
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
         """By path, the entries that this process has read itself."""
+        self.unread_archive = ""
+        """Why it is not known what is in the archive."""
+        self.generation = 0
+        """The highest one in the archive."""
         self.launched = 0
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
+        self._archived = False
         self._attempts: dict[str, int] = {}
         self._facts: list[FileFact] | None = None
         self._moments: dict[Moment, list[FileFact]] | None = None
@@ -152,6 +157,8 @@ class Inventory:
             made._leave_out_odd_steps()
         for rank, found in enumerate(findings):
             made._add_own(found, None if len(findings) == 1 else rank)
+        if made._archived:
+            made._leave_out_other_writers()
         return made
 
     def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
@@ -162,6 +169,12 @@ class Inventory:
                 place = found.places.get(fact.path)
                 if place is not None:
                     file.places.update(dict.fromkeys(ranks, place))
+        everyone = frozenset(range(self.world_size))
+        for fact in found.in_archive:
+            self._files[_key_of(fact)] = _File(fact, everyone)
+            self._archived = True
+        self.unread_archive = self.unread_archive or found.unread_archive
+        self.generation = max(self.generation, found.generation)
         known = {(one.what, one.reason) for one in self.rejected}
         self.rejected += [one for one in found.rejected if (one.what, one.reason) not in known]
         self.anything |= found.anything
@@ -185,6 +198,29 @@ class Inventory:
         for path, entry in self.entries.items():
             if entry.info is not None and (step := spoiled.get(entry.info.moment)) is not None:
                 self.entries[path] = entry._replace(problem=f"not used: {step}")
+
+    def _leave_out_other_writers(self) -> None:
+        """Of a step that two starts have written, with the same number of attempt and each without knowing of the
+        other, keep the files of one: of more ranks, or those on disk."""
+        groups: dict[Moment, dict[int, list[Key]]] = {}
+        for key, file in self._files.items():
+            groups.setdefault(file.fact.moment, {}).setdefault(file.fact.writers, []).append(key)
+        for by_writers in groups.values():
+            facts = {who: [self._files[key].fact for key in keys] for who, keys in by_writers.items()}
+            if len(facts) == 1 or not any(fact.address for each in facts.values() for fact in each):
+                continue
+
+            def weight(who: int, of: Mapping[int, list[FileFact]] = facts) -> tuple[int, int, float, int]:
+                on_disk = sum(not fact.address for fact in of[who])
+                return len({fact.rank for fact in of[who]}), on_disk, max(fact.created for fact in of[who]), who
+
+            kept = max(facts, key=weight)
+            for who in by_writers.keys() - {kept}:
+                for key in by_writers[who]:
+                    del self._files[key]
+                first = facts[who][0]
+                why = f"another job than the one that wrote {facts[kept][0].path} has written the same step"
+                self.rejected.append(Rejected(first.address or first.path, why))
 
     def _add_own(self, found: Findings, only: int | None) -> None:
         for rank, states in found.own.items():
@@ -388,7 +424,7 @@ def _order(file: _File) -> tuple[Any, ...]:
     """Sort key: a file that its rank can read itself goes before a copy that it would have to fetch."""
     fact = file.fact
     order = fact.held is not None, kind_place(fact.kind), -fact.created, fact.path
-    return fact.moment, fact.rank, fact.rank not in file.seen_by, *order
+    return fact.moment, fact.rank, fact.rank not in file.seen_by, bool(fact.address), *order
 
 
 def _groups(views: Sequence[str]) -> dict[str, frozenset[int]]:

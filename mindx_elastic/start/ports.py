@@ -13,7 +13,7 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.start.facts import KnownFaults, ResumePlan
-from mindx_elastic.start.findings import Transport
+from mindx_elastic.start.findings import Archive, Transport
 from mindx_elastic.start.restore import Resumed
 
 __all__ = ["Job", "Platform", "StartConnections"]
@@ -43,6 +43,10 @@ class StartConnections(Protocol):
     @property
     def mirror(self) -> Transport | None:
         """Carries files between nodes, once `connect` was called."""
+
+    @property
+    def archive(self) -> Archive | None:
+        """The second place of the files; None: there is none."""
 
     def parts(self) -> list[Part]:
         """Its parts of the first meeting; then comes `connect`."""

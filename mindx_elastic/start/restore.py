@@ -49,10 +49,12 @@ from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.start.facts import FileFact, KnownFaults, Refusal, ResumePlan, World
 from mindx_elastic.start.findings import (
     EVERYTHING,
+    Archive,
     Findings,
     Listing,
     Share,
     Transport,
+    add_archived,
     list_files,
     put_aside,
     scan,
@@ -300,6 +302,7 @@ class PlanPart(FollowedPart):
         target: Target,
         *,
         transport: Transport | None = None,
+        archive: Archive | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
         """Scans this rank's share of disks and memory. `target`: where rank 0 does not learn the strategy of all, a
@@ -307,9 +310,12 @@ class PlanPart(FollowedPart):
         report; rank 0's counts."""
         places = disks.places
         self._exchange, self._ranks, self._places = exchange, ranks, places
-        self.reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
+        self.reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas, archive)
         self._target, self._faults = target, faults
         self._findings = disks.look(ranks, transport)
+        self._archive = archive
+        if archive is not None:
+            add_archived(self._findings, archive, counts=places.resume == "auto")
         strategies = self._findings.strategies
         self._pieces = [[d, s.world_size, put_strategy(exchange, s)] for d, s in strategies.items()]
         self._problems: list[Problem] | None = None
@@ -370,6 +376,8 @@ class PlanPart(FollowedPart):
         if self._inventory.odd:
             rejected = [each for each in rejected if each.moment is None]
         self._told_lines = set(self._inventory.lines(rejected))
+        if why := self._inventory.unread_archive:
+            logger.warning("%s: this attempt uploads nothing, because its steps could be taken for others'", why)
         return self._choose()
 
     def _choose(self) -> Merged:
@@ -393,6 +401,7 @@ class PlanPart(FollowedPart):
             "attempt": inventory.next_attempt(run_id),
             "generation": self._next_generation(),
             "lines": lines[:_MOST_LINES],
+            "unread": bool(inventory.unread_archive),
         }
         return Merged(common, answer.own, answer.more)
 
@@ -414,13 +423,18 @@ class PlanPart(FollowedPart):
     def _next_generation(self) -> int:
         places = self._places
         known = [entry.info for each in places.own for entry in read_entries(each, owners=places.trust.of(each))]
-        seen = [info.generation for info in known if info is not None]
+        seen = [self._inventory.generation, *(info.generation for info in known if info is not None)]
         return 1 + max((*seen, *(fact.generation for fact in self._inventory.facts)), default=0)
 
     def _refusal(self, plan: Refusal, lines: Sequence[str]) -> MindxError | None:
         """The error of this start; None: start over."""
         places, inventory = self._places, self._inventory
         directory = places.directories[0]
+        if inventory.unread_archive and places.only is None:
+            return NoUsableCheckpointError(
+                f"{inventory.unread_archive}, and {directory} has none to go on from: look at network and credentials, "
+                "or leave the archive out"
+            )
         if plan.is_other_program:
             return MismatchError(
                 f"the checkpoint in {directory} does not fit: {'; '.join(lines[:_SHOWN])}. Use the model that wrote "
@@ -462,6 +476,8 @@ class PlanPart(FollowedPart):
             name, text = common["error"]
             kind = getattr(errors, str(name)) if name in errors.__all__ else CheckpointError
             raise kind(str(text), path=self._places.directories[0])
+        if common.get("unread") and self._archive is not None:
+            self._archive.leave()
         self.goes_on = "plan" in common
         self._answer = answer if self.goes_on else None
         if common.get("go"):

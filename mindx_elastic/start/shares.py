@@ -22,7 +22,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
 from mindx_elastic.start.facts import FileFact, RankPlan, ResumePlan, World
-from mindx_elastic.start.findings import Place, Transport, to_quarantine
+from mindx_elastic.start.findings import Archive, Place, Transport, to_quarantine
 from mindx_elastic.start.inventory import Inventory
 from mindx_elastic.start.reshard import Parts, assemble
 
@@ -78,7 +78,7 @@ def tell_shares(plan: ResumePlan, inventory: Inventory) -> Merged:
 def _row(fact: FileFact) -> list[Any]:
     """What a rank has to know of a file that it reads."""
     visible = None if fact.visible_to is None else sorted(fact.visible_to)
-    return [fact.rank, fact.path, visible, None if fact.held is None else asdict(fact.held)]
+    return [fact.rank, fact.path, visible, None if fact.held is None else asdict(fact.held), fact.address]
 
 
 # --- every rank ---
@@ -95,10 +95,10 @@ def share_in(answer: Answer, rank: int, target: Strategy) -> Share:
         source = Strategy.from_json(content)
 
     def fact_of(row: Sequence[Any]) -> FileFact:
-        old, path, visible, held = row
+        old, path, visible, held, address = row
         content = {"rank": old, "path": path, "moment": common["moment"], "world_size": old_size, "held": held}
         readers = None if visible is None else frozenset(map(int, visible))
-        found = read(FileFact, content, strategy=source, visible_to=readers)
+        found = read(FileFact, content, strategy=source, visible_to=readers, where=str(address))
         if found.rank >= old_size:
             raise ValueError("not a file of a rank")
         return found
@@ -146,8 +146,10 @@ class ShareReader:
         transport: Transport | None,
         trust: Trust,
         arenas: Path | None = None,
+        archive: Archive | None = None,
     ) -> None:
         """`arenas`: the job's folder in shared memory. No file outside of it and `directories` is ever touched."""
+        self._archive = archive
         self._directories, self._rank, self._arenas = directories, rank, arenas
         self._transport, self._trust = transport, trust
         self.path = Path()
@@ -159,9 +161,25 @@ class ShareReader:
         Raises MismatchError when the files are sound and do not fit this program.
         """
         try:
+            self._bring(share)
             return (self._assemble(share, blueprint) if share.rank.assembled else self._read_whole(share)), []
         except _UnusableError as error:
             return None, [(str(error.path), error.problem)]
+
+    def _bring(self, share: Share) -> None:
+        """Fetch what this rank needs of the archive, whole files, to their places on disk. Raises _UnusableError."""
+        wanted = [share.rank.file, *share.rank.others]
+        if share.rank.assembled:
+            for facts in share.plan.files.values():
+                wanted += [fact for fact in facts if fact.seen_by(self._rank)][:1]
+        for address, path in dict.fromkeys((fact.address, fact.path) for fact in wanted if fact.address):
+            if self._archive is None or (problem := self._outside(Path(path))):
+                raise _UnusableError(Path(path), problem if self._archive else "this rank has no archive")
+            try:
+                if self._archive.fetch(address, Path(path)):
+                    logger.info("rank %d has fetched %s from the archive", self._rank, path)
+            except (OSError, CheckpointError) as error:
+                raise _UnusableError(Path(path), str(error)) from error
 
     def _read_whole(self, share: Share) -> Checkpoint:
         problems = []

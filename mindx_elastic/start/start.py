@@ -116,7 +116,9 @@ def start_job(
         source = InPlacePart(boundary, ranks, around.arenas, job.trust, collector.module_names)
     else:
         transport, faults = around.mirror, platform.faults
-        source = PlanPart(exchange, ranks, disks, layouts.target, transport=transport, faults=faults)
+        source = PlanPart(
+            exchange, ranks, disks, layouts.target, transport=transport, archive=around.archive, faults=faults
+        )
     meet(exchange, "plan", [layouts, *around.later_parts(), source])
     around.greet()
     found = read_together(exchange, source)

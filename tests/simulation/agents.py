@@ -363,8 +363,8 @@ class Job:
             make_key=lambda: "no key",
         )
         options = AgentOptions(
-            grace_s=GRACE_S, tell_grace=False, snapshot_every="0", rehearse="", hang_timeout_s=HANG_S,
-            run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3,
+            grace_s=GRACE_S, tell_grace=False, snapshot_every="0", rehearse="", archive="",
+            hang_timeout_s=HANG_S, run_dir=Path("/simulated"), restarts_window_s=None, crash_loop=3,
             in_place=self.in_place, spares=self.spares, rejoin_timeout_s=self.rejoin_timeout_s, min_nproc=None,
             arena_base=Path("/simulated"), job_key_file=None, log_level="ERROR",
         )  # fmt: skip
