@@ -142,8 +142,8 @@ class Ledger:
         own.resumed_path = next((status.resumed_path for status in statuses.values() if status.resumed_path), None)
         self._compare_directory(statuses[min(statuses)])
         if before is not None:
-            if before.record.step_reached is not None:  # else the pages were gone
-                before.record.steps_lost = max(0, before.record.step_reached - max(0, resumed))
+            if before.record.step_reached is not None or before.record.resumed_step is None:  # else the pages were gone
+                before.record.steps_lost = max(0, (before.record.step_reached or 0) - max(0, resumed))
             if before.record.saved_step is None or resumed > before.record.saved_step:
                 before.record.saved_step = resumed
 
