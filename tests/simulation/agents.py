@@ -632,9 +632,12 @@ def _faults_of_kinds(job: Job, outcome: Outcome) -> list[str]:
         codes = {agent.code for agent in outcome.agents if agent.was_there} - {-9}
     told = ", ".join(sorted(map(str, codes)))
     is_hopeless = any(agent.is_hopeless for agent in outcome.agents)
-    gone = [fault for fault in plan.faults if fault.kind in ("kill agent", "kill node") and fault.length_s > _BACK_S]
-    loses_host = not plan.host_is_apart and plan.nodes > 1 and any(fault.place == 0 for fault in gone)
-    never_seen = not plan.is_guarded and kinds & {"hang", "deaf", "freeze worker"}
+    of_host = [fault for fault in plan.faults if fault.kind in ("kill agent", "kill node") and fault.place == 0]
+    of_host = of_host if not plan.host_is_apart and plan.nodes > 1 else []
+    loses_host = any(fault.length_s > _BACK_S for fault in of_host)
+    # Without a guard a new table, which knows no other node, leaves it to the collectives to fail.
+    is_silent = bool(kinds & {"hang", "deaf", "freeze worker"} or (of_host and not plan.hears_connections))
+    never_seen = not plan.is_guarded and is_silent
     is_curable = kinds <= CURABLE and job.failures <= plan.max_restarts
     if is_curable and not (is_hopeless or loses_host or never_seen) and (not job.has_finished or codes != {0}):
         return [f"the job could have finished: {told}"]
