@@ -55,10 +55,10 @@ resume."""
 NOTABLE = ("signal", "fault", "hang", "slow", "crash_loop", "shrink", "hold", "membership", "directory")
 """Events of the agent that a person wants to see."""
 
-_START, _END = "agent_start", "agent_end"
+_START, _END, _AUDIT = "agent_start", "agent_end", "audit"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
 _MOST_LAST_BYTES = 1 << 20
-_OURS = (_START, _END, REJOIN, *_ATTEMPTS, *NOTABLE)
+_OURS = (_START, _END, _AUDIT, REJOIN, *_ATTEMPTS, *NOTABLE)
 _WIDTH = 100
 _CAUSE_CHARS = 150
 
@@ -156,12 +156,16 @@ class AgentRun:
     """Why, at its end; empty: not known."""
     command: str = ""
     """That started it, as a line for a shell; empty: not known."""
+    worker_command: list[str] = field(default_factory=list)
+    """Of each worker; empty: not known."""
     directories: list[str] = field(default_factory=list)
     """Of checkpoints, as its end tells them."""
     recoveries: list[RecoveryRecord] = field(default_factory=list)
     """In the order in which they ended."""
     notable: list[dict[str, Any]] = field(default_factory=list)
     """Its events that a person wants to see, the oldest first."""
+    audits: list[dict[str, Any]] = field(default_factory=list)
+    """The events of its audits, the oldest first."""
     by_number: dict[int, AttemptRecord] = field(default_factory=dict)
     """Its attempts."""
 
@@ -220,6 +224,7 @@ def _begin(line: dict[str, Any]) -> AgentRun:
         agent_dir=text(line.get("agent_dir")),
         started=real(line.get("time")),
         command=text(line.get("command_line")),
+        worker_command=_texts(line.get("command")),
     )
 
 
@@ -244,14 +249,19 @@ def _add(run: AgentRun, line: dict[str, Any]) -> None:
     if event == _END:
         run.ended, run.reason = real(line.get("time")), text(line.get("reason"))
         run.outcome = text(line.get("outcome")) or run.outcome
-        told = line.get("directories")
-        run.directories = [each for each in told if isinstance(each, str)] if isinstance(told, list) else []
+        run.directories = _texts(line.get("directories"))
+    elif event == _AUDIT:
+        run.audits.append(line)
     elif event in NOTABLE:
         run.notable.append(line)
     elif event == REJOIN:
         _add_recovery(run, line)
     else:
         _add_attempt(run, line)
+
+
+def _texts(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _add_recovery(run: AgentRun, line: dict[str, Any]) -> None:

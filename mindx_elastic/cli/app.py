@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mindx_elastic.cli.audit import audit_command
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, unwrapped
 from mindx_elastic.cli.convert import convert_command
@@ -43,6 +44,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
         "status": status_command,
         "logs": logs_command,
         "report": report_command,
+        "audit": audit_command,
     },
     "Look at checkpoints": {
         "inspect": inspect_command,
@@ -90,6 +92,7 @@ def _common(
     mindx-elastic status                          what happened; what would be lost if it died now
     mindx-elastic logs                            the last lines of failed ranks
     mindx-elastic report -o report.html           the whole run as one page to look at
+    mindx-elastic audit                           do its last steps again beside it: the same?
     mindx-elastic pause                           let all ranks wait at one step; then: resume
     mindx-elastic inspect ckpt                    list the checkpoints; verify recomputes every digest
     mindx-elastic plan ckpt                       say from which step the next start would resume, and why

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mindx_elastic.prove.proof import ProofReport, Row
     from mindx_elastic.prove.runs import Runs
 
-__all__ = ["SCRIPT_SETTINGS", "ScriptCommand", "drill_command", "prove_command", "split_line"]
+__all__ = ["SCRIPT_SETTINGS", "ScriptCommand", "drill_command", "leave", "prove_command", "split_line"]
 
 _Steps = Annotated[
     int,
@@ -105,7 +105,7 @@ class _ScriptOptions:
 
         command = Command(script=tuple(self.script), agent=tuple(self.agent) or None)
         made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout, **more)
-        with answered_by(_leave, (signal.SIGTERM, signal.SIGHUP)), _progress_of_runs() as show, made as runs:
+        with answered_by(leave, (signal.SIGTERM, signal.SIGHUP)), _progress_of_runs() as show, made as runs:
             yield runs, show
 
     def print_notes(self, console: Console, notes: Sequence[str]) -> None:
@@ -114,7 +114,8 @@ class _ScriptOptions:
         say(console, *lines)
 
 
-def _leave(signum: int, frame: object) -> NoReturn:
+def leave(signum: int, frame: object) -> NoReturn:
+    """A signal ends the command, which removes its folders."""
     raise SystemExit(128 + signum)
 
 

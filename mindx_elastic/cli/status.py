@@ -95,7 +95,7 @@ def _report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
     report |= {"recoveries": [], "attempts": [], "workers": [], "remarks": []}
-    report |= dict.fromkeys(("agent", "totals", "pause", "result"))
+    report |= dict.fromkeys(("agent", "totals", "pause", "result", "audit"))
     if not runs:
         return report
     run, now = runs[-1], time.time()
@@ -130,6 +130,7 @@ def _report(path: Path, runs: Sequence[AgentRun]) -> dict[str, Any]:
         "pause": _pause(workers),
         "result": None if result is None else asdict(result),
         "remarks": remarks_of_run(run),
+        "audit": _alarm(run.audits[-1]) | {"outcome": text(run.audits[-1].get("outcome"))} if run.audits else None,
         "time": round(now, 3),
         "outlook": _outlook(pages),
         "alarms": [_alarm(event) for event in run.notable[-_MOST_ALARMS:]],
@@ -246,6 +247,10 @@ def _print(console: Console, report: dict[str, Any], runs: Sequence[AgentRun]) -
     if agent["running"] is not False:
         _print_workers(console, report["workers"])
         say(console, *_pause_in_words(report), *_saves(report["workers"]), *_losses(report))
+    if audit := report["audit"]:
+        age = human_age(max(0.0, report["time"] - audit["time"]))
+        style = "green" if audit["outcome"] == "verified" else "bold red"
+        say(console, f"audited {age} ago: {audit['reason']}", style=style)
     still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[agent["running"]]
     say(console, "", *render(run.records, run.recoveries, still_open=still_open, width=console.width).split("\n"))
     for alarm in report["alarms"]:

@@ -51,6 +51,7 @@ from mindx_elastic.memory.folders import (
 )
 
 __all__ = [
+    "COMMIT_FILE",
     "COPY_FILE",
     "STEPS_FILE",
     "ArenaFile",
@@ -60,11 +61,11 @@ __all__ = [
     "bytes_of",
     "ranks_here",
     "read_records",
+    "slot_name",
 ]
 
 NUM_SLOTS = 2
-STEPS_FILE = "steps"
-COPY_FILE = "copy"
+STEPS_FILE, COMMIT_FILE, COPY_FILE = "steps", "commit", "copy"
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
 _RECORD_ROOM = 64  # a record and its digest, one cache line
 _PREDECESSOR_S = 5.0
@@ -105,11 +106,16 @@ class SlotRecord(NamedTuple):
         return cls(SlotState(state), *rest) if state in (1, 2) else cls()
 
 
+def slot_name(index: int) -> str:
+    """The file of a slot."""
+    return f"slot_{index}.safetensors"
+
+
 def read_records(folder: Path) -> list[SlotRecord]:
     """What the commit file in a rank's folder says of its slots, whether or not a process uses them; empty where it
     cannot be read."""
     try:
-        data = read_small(folder / "commit", NUM_SLOTS * _RECORD_ROOM)
+        data = read_small(folder / COMMIT_FILE, NUM_SLOTS * _RECORD_ROOM)
     except OSError:
         return []
     return [SlotRecord.unpack(data[start : start + _RECORD_ROOM]) for start in range(0, len(data), _RECORD_ROOM)]
@@ -233,8 +239,8 @@ class RankArena:
         place belongs to another user."""
         self._place = base, directory
         self.job, self.folder, self._lock = _open_locked(base, directory, rank, 0.0 if is_copy else _PREDECESSOR_S)
-        self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
-        self._commit = ArenaFile(self.folder / "commit")
+        self.slots = [ArenaFile(self.folder / slot_name(index)) for index in range(NUM_SLOTS)]
+        self._commit = ArenaFile(self.folder / COMMIT_FILE)
         try:
             self._records = self._commit.resize(NUM_SLOTS * _RECORD_ROOM)
             if is_copy:
@@ -287,7 +293,7 @@ class RankArena:
             there = {path.name for path in self.folder.iterdir()}
         except OSError:
             return False
-        files = there - {"lock", "commit", COPY_FILE, STEPS_FILE, *(slot.path.name for slot in self.slots)}
+        files = there - {"lock", COMMIT_FILE, COPY_FILE, STEPS_FILE, *(slot.path.name for slot in self.slots)}
         return not files and all(self.record(index).state is SlotState.EMPTY for index in range(NUM_SLOTS))
 
     def remove(self) -> None:

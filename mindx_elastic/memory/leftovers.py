@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.posix import is_missing, is_own_folder
-from mindx_elastic.memory.arena import ranks_here, read_records
 from mindx_elastic.memory.folders import (
     maker_in,
     rank_folders,
@@ -22,6 +21,7 @@ from mindx_elastic.memory.folders import (
     user_folder,
     user_of,
 )
+from mindx_elastic.memory.one_step import newest_kept
 
 __all__ = ["Leftover", "find_leftovers", "newest_step"]
 
@@ -91,9 +91,9 @@ def _look_at_arenas(path: Path) -> dict[str, Any]:
 
 
 def newest_step(arenas: Path) -> int | None:
-    """The newest step of which each rank that keeps snapshots has one; ranks that hold the same keep one together."""
-    steps = [{record.step for record in read_records(folder) if record.state} for folder in ranks_here(arenas).values()]
-    return max(set.intersection(*kept), default=None) if (kept := [found for found in steps if found]) else None
+    """See `one_step.newest_kept`."""
+    found = newest_kept(arenas)
+    return None if found is None else found[1]
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""The control file: what `prove` and `drill` tell the guards of one run, and where they write what they have seen.
+"""The control file: what `prove`, `drill` and `audit` tell the guards of one run, and where these write what they see.
 
 ``MINDX_PROVE`` names it. A run is one start of the script, on all its ranks.
 """
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from mindx_elastic.errors import UsageError
 
@@ -48,6 +51,13 @@ class Control:
     alarm: PlannedStop | None = None
     fault: Mapping[str, Any] | None = None
     """What `drill` breaks; see `drill.faults`."""
+    living: Path | None = None
+    """What the ranks of a living job have kept of step `last`, which an audit compares with: see `memory.one_step`."""
+
+    def directory_for(self, wanted: Path) -> Path:
+        """The private folder in place of a directory that the program names."""
+        real = os.path.realpath(wanted)
+        return self.directories / f"{xxhash.xxh3_64_hexdigest(real.encode())}-{os.path.basename(real)}"[:120]
 
     def is_last(self, series: int, step: int, num_batches: int, *, passed: int) -> bool:
         """Whether the run ends at the boundary `step`, number `passed` of all guards in the process. `num_batches`: of
@@ -69,7 +79,7 @@ def read_control(path: Path) -> Control:
     """Read what `Control.write` has written. Raises UsageError: the variable was set by hand, or its run is over."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        content |= {name: Path(content[name]) for name in ("folder", "directories")}
+        content |= {name: Path(content[name]) for name in ("folder", "directories", "living") if content[name]}
         alarm, last = content.pop("alarm"), content.pop("last")
         return Control(**content, last=last and (last[0], last[1]), alarm=alarm and PlannedStop(**alarm))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -65,6 +65,8 @@ class KeptSteps:
         self._newest = seen.position.step
         self._optimizers = self._collector.optimizers()
         self._is_broken = False
+        self.difference: Difference | None = None
+        """The first step that is not what it was."""
         stack.callback(self._file.close)
         stack.callback(self._tell_equal)
 
@@ -118,7 +120,8 @@ class KeptSteps:
             self._equal = []
             self._num = 0  # the job goes on from here, not from what was before
             self._write(entry)
-            found = self._seen.explain(Difference(ProcessRecord(rank=self._seen.ranks.rank), step, parts))
+            self.difference = Difference(ProcessRecord(rank=self._seen.ranks.rank), step, parts)
+            found = self._seen.explain(self.difference)
             logger.warning("step %d, done again, is not what it was before: %s; %s", step, found.what, found.why)
             note_comparison(self._seen, step, "differs", reason=found.what, why=found.what)
             return

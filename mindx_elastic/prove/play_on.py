@@ -95,6 +95,7 @@ class Overlap:
         if proof is not None and not opening.evaluates:
             self._observer = proof
             proof.enter(stack, self._observed())
+            self._kept_steps = None if proof.audited is None else proof.audited.steps
         elif opening.start.step is not None and trains:
             why = "it left no step to compare with" if self._is_wanted else "the overlap is off"
             opening.unmanaged.certify(opening.start.step, NOT_COMPARED, ranks=stopper.ranks.world_size, why=why)

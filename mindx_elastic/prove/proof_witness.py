@@ -1,4 +1,4 @@
-"""What a guard notes and does in a run that `mindx-elastic prove` or `drill` has started.
+"""What a guard notes and does in a run that `mindx-elastic prove`, `drill` or `audit` has started.
 
 ``MINDX_PROVE`` names a control file (`prove.control`).
 
@@ -20,10 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
+from mindx_elastic.prove.audited import AuditedSteps
 from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.records import of_kinds, split_kind
 from mindx_elastic.prove.witness import Observed, Witness
@@ -36,6 +35,7 @@ __all__ = ["ProofWitness", "open_proof"]
 _series: list[tuple[str, str]] = []
 """Directory and prefix of the guards of this process, in the order in which they were first entered."""
 
+_HEARD_S = 60.0
 _passed = itertools.count(1)
 """Numbers the boundaries of this process, in all its guards."""
 _entered: dict[int, ProofWitness] = {}
@@ -72,20 +72,21 @@ class ProofWitness(Witness):
         self._control, self._ranks = control, ranks
         self._path: Path | None = None
         self._series = 0
-        self._is_ended = False
+        self._is_ended = self._waits_for_tail = False
         self._has_finished = False
+        self.audited: AuditedSteps | None = None
+        """What compares each step with the living job's; None: this is no audit."""
         self._injector = _open_injector(control, ranks)
 
     # --- the guard's directories ---
 
     def redirected(self, wanted: Sequence[Path]) -> list[Path]:
         """Private folders in place of the directories that the program names."""
-        names = (f"{xxhash.xxh3_64_hexdigest(os.path.abspath(path).encode())}-{path.name}"[:120] for path in wanted)
-        return [self._control.directories / name for name in names]
+        return [self._control.directory_for(path) for path in wanted]
 
     def redirected_file(self, path: Path) -> Path:
         """A private place for a file that the program names."""
-        folder = self.redirected([path.parent])[0]
+        folder = self._control.directory_for(path.parent)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / path.name
 
@@ -104,6 +105,8 @@ class ProofWitness(Witness):
             atexit.register(_at_exit, os.getpid())
         _entered[self._series] = self
         self.watch(stack, seen)
+        if self._control.living is not None:
+            self.audited = AuditedSteps(stack, seen, self._control.living)
         if self._injector is not None:
             self._injector.entered(self._series, seen.position.step, self._signal)
         self.write(
@@ -147,17 +150,18 @@ class ProofWitness(Witness):
     def behind_tail(self) -> None:
         self.begin_step()  # what that code has called is part of no step
         self.write("tail", behind=self.state())
+        if self._waits_for_tail:
+            self._end()
+            self._stopper.step_gate.wait_for_limit(_HEARD_S)
 
     def _act(self, position: Position) -> bool:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
         if control.is_last(self._series, position.step, position.batch_num, passed=next(_passed)):
-            self._is_ended = True
-            save = self._stopper.save
-            save.policies = tuple(replace(policy, save=False) for policy in save.policies)
-            self._stopper.request("the proof ends here", 0)
-            return True
+            # What the living job has kept of an epoch's last step was taken after the code that follows it.
+            self._waits_for_tail = self.audited is not None and self.audited.tail_follows
+            return not self._waits_for_tail and self._end()
         if self._injector is not None and self._injector.at_boundary(position.step):
             return True
         if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
@@ -165,4 +169,13 @@ class ProofWitness(Witness):
         if alarm.rank == self._ranks.rank:
             self.write("now", alarm=position.step)
             os.kill(os.getpid(), self._signal)
+        return True
+
+    def _end(self) -> bool:
+        """The run ends at this boundary."""
+        self._is_ended, save = True, self._stopper.save
+        if self.audited is not None:
+            self.write("now", unlike=self.audited.differences())
+        save.policies = tuple(replace(policy, save=False) for policy in save.policies)
+        self._stopper.request("the proof ends here", 0)
         return True

@@ -83,6 +83,8 @@ class ProcessRecord:
     """What the guard itself has found against an exact resume."""
     exit: Sample = field(default_factory=dict)
     """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
+    unlike: Sequence[Sequence[Any]] | None = None
+    """What an audit has found otherwise than the living job: see `audited.Unlike`; None: it did not get so far."""
     alarm: int | None = None
     """The boundary at which it was stopped."""
     pid: int = 0

@@ -27,6 +27,7 @@ from mindx_elastic.config import MemorySettings
 from mindx_elastic.core.posix import members_of
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
+from mindx_elastic.prove import confine
 from mindx_elastic.prove.control import Control
 from mindx_elastic.prove.records import ProcessRecord, read_lives
 
@@ -102,17 +103,22 @@ class Runs:
         keep: Path | None = None,
         timeout_s: float = 300.0,
         on_end: Callable[[int], None] = lambda pid: None,
+        environment: Mapping[str, str] | None = None,
+        writes: Sequence[str] | None = None,
     ) -> None:
         """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
         how long a run may pass no step and print nothing. `on_end`: called with the process id of a run that has ended
-        or hangs, before what it has left behind is ended."""
+        or hangs, before what it has left behind is ended. `environment`: in place of this process's. `writes`: where
+        a run may write, besides the private folders; None: anywhere. Then each run is a new interpreter."""
         self._on_end = on_end
         self.command, self._keep, self._timeout_s = command, keep, timeout_s
         self.is_fresh = fresh
         self.why_fresh = "" if not fresh else "--fresh"
         self._number = self._chains = 0
         self._zygotes: list[Zygote] = []
-        self.environment = {name: value for name, value in os.environ.items() if name not in _UNSET} | _PYTHON
+        given = os.environ if environment is None else environment
+        self._writes = writes
+        self.environment = {name: value for name, value in given.items() if name not in _UNSET} | _PYTHON
         """Of each run."""
 
     def __enter__(self) -> Runs:
@@ -183,6 +189,10 @@ class Runs:
                 return zygote.fork(env, command=whole, stdout=str(log), stderr=str(log))
             except ZygoteError as error:  # a fork would not be as good as a fresh interpreter
                 self.is_fresh, self.why_fresh = True, str(error)
+        if self._writes is not None:
+            (temporary := self.folder / "tmp").mkdir(exist_ok=True)
+            env = {**env, "TMPDIR": str(temporary)}
+            whole = [*confine.shim([*map(str, (self.folder, self.memory)), *self._writes]), *whole]
         with open(log, "ab") as file:
             return subprocess.Popen(
                 [*child.shim(), *whole],

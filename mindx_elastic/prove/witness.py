@@ -70,6 +70,7 @@ class Observed:
         self.unmanaged = opening.unmanaged
         """Where a comparison notes what it has shown."""
         self.is_outside = is_outside
+        self.loops = loops
 
     def explain(self, difference: Difference) -> Explained:
         """What is different in the resumed run, and why: what the start has told (a rank takes another one's file),

@@ -1,0 +1,146 @@
+"""`mindx-elastic audit` beside living jobs: what is found, what is not taken for a fault, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.memory import one_step
+from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
+from tests.harness import Job, events, job_status, run_command, start_agent
+
+_STEPS = 40
+"""In which each fault of ``jobs/audited.py`` happens once."""
+
+
+@contextmanager
+def living_job(folder: Path, kind: str = "network", ranks: int = 1, every: int = 8, **env: str) -> Iterator[Job]:
+    options = ("--snapshot-every", str(every))
+    place: dict[str, Any] = {
+        "env": {f"AUDITED_{name.upper()}": value for name, value in env.items()},
+        "run_dir": folder / "run",
+    }
+    # A process of its own: one that was forked has the environment of the process that has forked it.
+    with start_agent("audited.py", kind, folder / "ckpt", ranks=ranks, options=options, under=["env"], **place) as job:
+        job.wait_for("TRAINS")
+        yield job
+
+
+def audit(folder: Path, code: int, *words: object) -> dict[str, Any]:
+    text = run_command("audit", folder / "run", "--steps", _STEPS, "--json", *words, code=code)
+    return dict(json.loads(text[text.index("{") :]))
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("natural", 1), ("shards", 2), ("network", 2), ("network", 3), ("shards", 3)]
+)
+def test_a_healthy_job_is_verified_and_none_of_its_files_is_touched(tmp_path: Path, kind: str, ranks: int) -> None:
+    with living_job(tmp_path, kind, ranks):
+        before = tree(tmp_path)
+        found = audit(tmp_path, 0)
+        assert tree(tmp_path) == before
+        status = job_status(tmp_path / "run")
+    assert (found["outcome"], found["unlike"], found["ranks"]) == ("verified", [], ranks)
+    assert found["last"] - found["first"] >= _STEPS
+    (event,) = events(tmp_path / "run", "audit")
+    assert (event["step"], event["from_step"], event["outcome"]) == (found["last"], found["first"], "verified")
+    assert status["audit"]["reason"] == event["reason"]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("fault", "kind", "ranks", "hit"),
+    [
+        ("weights", "network", 2, 1),
+        ("moments", "shards", 2, 1),
+        ("gradient", "network", 1, 0),
+        ("batch", "network", 2, 0),
+        ("gradient", "shards", 3, 2),
+        ("weights", "shards", 3, 1),
+        ("moments", "network", 1, 0),
+        ("batch", "network", 3, 2),
+    ],
+)
+def test_a_bit_that_flips_in_the_job_is_found_and_named(
+    tmp_path: Path, fault: str, kind: str, ranks: int, hit: int
+) -> None:
+    with living_job(tmp_path, kind, ranks, fault=fault, rank=str(hit)):
+        found = audit(tmp_path, 1)
+    assert found["outcome"] == "differs"
+    assert "two audits agree with each other and not with the job" in found["reason"]
+    first = found["unlike"][0]
+    assert first["step"] <= found["first"] + _STEPS + 20
+    assert first["before"] != first["again"]
+    if fault == "batch":  # its own loss is another one
+        assert (first["rank"], first["what"], first["step"] % 40) == (hit, "scalar loss", 20)
+    if fault != "weights" or kind == "shards":  # a replica that differs stays so
+        assert first["step"] > found["first"]
+    assert any("weight" in each["what"] for each in found["unlike"])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("fault", "code", "outcome", "reason"),
+    [
+        ("hidden", 1, "differs", "does not get back, such as own"),
+        ("chance", 3, "not deterministic", "two audits differ from each other"),
+    ],
+)
+def test_what_is_no_flipped_bit_is_told_apart(tmp_path: Path, fault: str, code: int, outcome: str, reason: str) -> None:
+    with living_job(tmp_path, fault=fault):
+        found = audit(tmp_path, code)
+    assert (found["outcome"], reason in found["reason"]) == (outcome, True), found
+
+
+def test_an_audit_does_not_write_where_the_script_does_unless_it_may(tmp_path: Path) -> None:
+    own = tmp_path / "ckpt.csv"
+    with living_job(tmp_path, fault="writes"):
+        found = audit(tmp_path, 4)
+        assert own.read_text() == "a line\n"
+        assert str(own) in found["reason"]
+        assert "--may-write PATH" in found["reason"]
+        assert audit(tmp_path, 0, "--may-write", own)["outcome"] == "verified"
+        assert own.read_text() == "a line\n" * 2
+
+
+def test_a_job_that_cannot_be_audited_is_refused_by_name(tmp_path: Path) -> None:
+    with living_job(tmp_path, every=0):
+        said = run_command("audit", tmp_path / "run", code=2)
+        assert "keeps no snapshots in memory" in said
+        assert "--snapshot-every auto" in said
+    assert "an audit needs a job that runs" in run_command("audit", tmp_path / "run", code=2)
+
+
+def test_a_snapshot_that_is_overtaken_while_it_is_copied_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, rank = tmp_path / "job", tmp_path / "job" / "rank_0"
+    for folder in (job, rank):
+        folder.mkdir(mode=0o700)
+    commit = rank / "commit"
+    commit.write_bytes(SlotRecord(SlotState.SEALED, 0, 8, 1, 4, 0).pack())
+    (rank / "slot_0.safetensors").write_bytes(b"step")
+    copy = shutil.copyfile
+
+    def overtaken(source: Path, target: Path) -> None:
+        copy(source, target)
+        commit.write_bytes(SlotRecord(SlotState.SEALED, 0, 16, 3, 4, 0).pack())
+
+    monkeypatch.setattr(shutil, "copyfile", overtaken)
+    assert one_step.copy_newest(job, tmp_path / "copy") is None
+    monkeypatch.undo()
+    assert one_step.copy_newest(job, tmp_path / "copy") == (0, 16)
+    (record,) = read_records(tmp_path / "copy" / "rank_0")
+    assert (record.state, record.step) == (SlotState.COPIED, 16)
+    assert one_step.copy_newest(job, tmp_path / "copy", after=16) is None
