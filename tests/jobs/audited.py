@@ -3,7 +3,7 @@
     python audited.py KIND DIRECTORY
 
 KIND: ``natural`` (loader workers, augmentation, dropout, BatchNorm, accumulation, two optimizers, an average of the
-weights, a loader without a length), ``network`` or ``shards`` (FSDP2); AUDITED_FAULT: what is done to the job's own
+weights), ``network`` or ``shards`` (FSDP2); AUDITED_FAULT: what is done to the job's own
 process in the middle of every 40 steps, to rank AUDITED_RANK; ``hidden``, ``chance`` or ``writes``: what the program
 does in any process.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.agent.history import AgentRun, AttemptRecord
+from mindx_elastic.core.status_page import StatusPage, page_path
+from mindx_elastic.errors import UsageError
 from mindx_elastic.memory import one_step
 from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
+from mindx_elastic.prove.audit import find_job
 from tests.harness import Job, events, job_status, run_command, start_agent
 
 _STEPS = 40
@@ -144,3 +149,15 @@ def test_a_snapshot_that_is_overtaken_while_it_is_copied_is_not_taken(
     (record,) = read_records(tmp_path / "copy" / "rank_0")
     assert (record.state, record.step) == (SlotState.COPIED, 16)
     assert one_step.copy_newest(job, tmp_path / "copy", after=16) is None
+
+
+def test_ranks_on_other_machines_and_an_unknown_command_are_refused(tmp_path: Path) -> None:
+    page = StatusPage(page_path(tmp_path, 0))
+    page.set(entered_ns=1)
+    run = AgentRun(pid=os.getpid(), agent_dir=str(tmp_path), by_number={0: AttemptRecord(attempt=0, world_size=4)})
+    with pytest.raises(UsageError, match="4 ranks run, 1 of them on this machine"):
+        find_job(run)
+    run.by_number[0].world_size = 1
+    page.set_text("arena", str(tmp_path))
+    with pytest.raises(UsageError, match="the command of the job is not known"):
+        find_job(run)
