@@ -53,6 +53,7 @@ from mindx_elastic.memory.folders import (
 __all__ = [
     "COMMIT_FILE",
     "COPY_FILE",
+    "SLOT_FILES",
     "STEPS_FILE",
     "ArenaFile",
     "RankArena",
@@ -61,10 +62,10 @@ __all__ = [
     "bytes_of",
     "ranks_here",
     "read_records",
-    "slot_name",
 ]
 
 NUM_SLOTS = 2
+SLOT_FILES = ("slot_0.safetensors", "slot_1.safetensors")
 STEPS_FILE, COMMIT_FILE, COPY_FILE = "steps", "commit", "copy"
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
 _RECORD_ROOM = 64  # a record and its digest, one cache line
@@ -104,11 +105,6 @@ class SlotRecord(NamedTuple):
             return cls()
         state, *rest = _RECORD.unpack(body)
         return cls(SlotState(state), *rest) if state in (1, 2) else cls()
-
-
-def slot_name(index: int) -> str:
-    """The file of a slot."""
-    return f"slot_{index}.safetensors"
 
 
 def read_records(folder: Path) -> list[SlotRecord]:
@@ -239,7 +235,7 @@ class RankArena:
         place belongs to another user."""
         self._place = base, directory
         self.job, self.folder, self._lock = _open_locked(base, directory, rank, 0.0 if is_copy else _PREDECESSOR_S)
-        self.slots = [ArenaFile(self.folder / slot_name(index)) for index in range(NUM_SLOTS)]
+        self.slots = [ArenaFile(self.folder / name) for name in SLOT_FILES]
         self._commit = ArenaFile(self.folder / COMMIT_FILE)
         try:
             self._records = self._commit.resize(NUM_SLOTS * _RECORD_ROOM)

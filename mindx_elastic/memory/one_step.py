@@ -12,13 +12,13 @@ import shutil
 from pathlib import Path
 
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.memory.arena import COMMIT_FILE, STEPS_FILE, SlotState, ranks_here, read_records, slot_name
+from mindx_elastic.memory.arena import COMMIT_FILE, SLOT_FILES, STEPS_FILE, SlotState, ranks_here, read_records
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import make_private, rank_folders
 
 __all__ = ["SNAPSHOT", "copy_newest", "lay_copy", "newest_kept"]
 
-SNAPSHOT = slot_name(0)
+SNAPSHOT = SLOT_FILES[0]
 """The snapshot in a copy of a rank's folder. A rank whose state another one has copied for all has none."""
 
 
@@ -54,7 +54,7 @@ def _copy_rank(folder: Path, to: Path, attempt: int, step: int) -> bool:
             rings = read_ring(to / BOUNDARIES_FILE)
             is_pinned = any((r.attempt, r.step) == (attempt, step) and not r.forecast for r in rings)
             return is_pinned and not any(r.state for r in before)
-        shutil.copyfile(folder / slot_name(index), to / SNAPSHOT)
+        shutil.copyfile(folder / SLOT_FILES[index], to / SNAPSHOT)
         after = read_records(folder)[index]
     except (FileNotFoundError, CorruptCheckpointError, LookupError):  # the job has ended
         return False
