@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
-from mindx_elastic.prove.audited import AuditedSteps
 from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.records import of_kinds, split_kind
 from mindx_elastic.prove.witness import Observed, Witness
 
 if TYPE_CHECKING:
     from mindx_elastic.drill.inject import Injector
+    from mindx_elastic.prove.audited import AuditedSteps
 
 __all__ = ["ProofWitness", "open_proof"]
 
@@ -106,6 +106,8 @@ class ProofWitness(Witness):
         _entered[self._series] = self
         self.watch(stack, seen)
         if self._control.living is not None:
+            from mindx_elastic.prove.audited import AuditedSteps
+
             self.audited = AuditedSteps(stack, seen, self._control.living)
         if self._injector is not None:
             self._injector.entered(self._series, seen.position.step, self._signal)
