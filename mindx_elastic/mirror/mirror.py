@@ -18,6 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.config import RankInfo, RedundancySettings
@@ -325,13 +327,16 @@ class Mirror:
             self._warn(partner, error, what)
 
     def _warn(self, partner: int, error: Exception, what: str) -> None:
+        if self._closed:
+            return  # what is under way is broken off
         endpoint = self.endpoints[partner]
         where = "" if endpoint is None else f" at {endpoint.host}:{endpoint.port}"
         logger.warning("rank %d%s %s: %s; this rank's own files are not affected", partner, where, what, error)
 
     @contextmanager
-    def _request_keeping(self, partner: int, size: int, head: int) -> Iterator[Channel]:
-        with self._asked(partner, "keep", math.inf, size=size, head=head) as channel:
+    def _request_keeping(self, partner: int, size: int, header: bytes) -> Iterator[Channel]:
+        digest = xxhash.xxh3_128_hexdigest(header)
+        with self._asked(partner, "keep", math.inf, size=size, head=len(header), header=digest) as channel:
             channel.patience_s = _FIRST_ANSWER_S
             yield channel
 

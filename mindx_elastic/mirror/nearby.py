@@ -4,7 +4,8 @@ Each new snapshot of a rank goes to its partners (`partners`), beside the traini
 own slot, `Keeper` puts it into an arena beside the partner's own, where a start finds it like any other snapshot, and
 `receive` is also how a new node takes it back. A rank keeps two copies a source, as of its own: one is whole while the
 other one comes in. In a slot the header is wiped first and written last, and then its record: what is cut off, by a
-death or because the source's slot is needed again, counts for nothing.
+death or because the source's slot is needed again, counts for nothing. A copy that is there is not sent again, and
+the snapshots of the node's own ranks have room first.
 
 The ranks resume from a step that all of them have, and each keeps two snapshots. So a copy has to be there before the
 second snapshot after its own: the interval ``auto`` sees to it, and too short a given one is told.
@@ -17,12 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import xxhash
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import ArenaError, CheckpointError, CorruptCheckpointError
-from mindx_elastic.memory.arena import NUM_SLOTS, RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.arena import NUM_SLOTS, SLOT_FILES, RankArena, SlotRecord, SlotState, ranks_here
 from mindx_elastic.memory.snapshots import sealed_header
 from mindx_elastic.mirror.wire import MAX_FILE_BYTES, PATIENCE_S, Channel
 from mindx_elastic.persist.format import read_header
@@ -46,11 +50,11 @@ class Nearby:
         self,
         arena: RankArena,
         partners: Sequence[int],
-        request: Callable[[int, int, int], AbstractContextManager[Channel]],
+        request: Callable[[int, int, bytes], AbstractContextManager[Channel]],
         fail: Callable[[int, Exception, str], None],
     ) -> None:
-        """`request(partner, size, head)` asks a rank to keep a snapshot of `size` bytes, of which its header has
-        `head`. `fail(partner, error, what)` logs that a copy has failed."""
+        """`request(partner, size, header)` asks a rank to keep a snapshot of `size` bytes with this header.
+        `fail(partner, error, what)` logs that a copy has failed."""
         self._arena, self._partners, self._request, self._fail = arena, tuple(partners), request, fail
         self._thread = ReadyThread("mindx-mirror-memory")
         self._failing: set[int] = set()
@@ -102,13 +106,19 @@ class Nearby:
 
         def go_on() -> bool:
             now = self._arena.record(index)
-            return now._replace(state=record.state) == record and now.state is not SlotState.EMPTY
+            is_same = now._replace(state=record.state) == record and now.state is not SlotState.EMPTY
+            return is_same and not self._closed
 
         fd = open_regular(self._arena.slots[index].path)
         try:
             # Read, not mapped: the training thread may cut the file off.
-            header = sealed_header(lambda start, end: os.pread(fd, end - start, start), record, go_on)
-            if header is None:
+            def read(start: int, end: int) -> bytes:
+                return os.pread(fd, end - start, start)
+
+            # The digests of a sealed one are older than this moment, and tell what has happened to it since.
+            sealed = record.state is SlotState.SEALED
+            header = read(0, record.header_bytes) if sealed else sealed_header(read, record, go_on)
+            if header is None or not go_on():
                 raise _OvertakenError
             for partner in self._partners:
                 try:
@@ -130,8 +140,9 @@ class Nearby:
             os.close(fd)
 
     def _send(self, partner: int, fd: int, header: bytes, record: SlotRecord, go_on: Callable[[], bool]) -> None:
-        with self._request(partner, record.nbytes, len(header)) as channel:
-            channel.answer()
+        with self._request(partner, record.nbytes, header) as channel:
+            if channel.answer().get("have"):
+                return
             channel.patience_s = PATIENCE_S
 
             def pace(sent_s: float) -> None:
@@ -192,10 +203,31 @@ class Keeper:
         finally:
             lock.release()
 
-    def keep(self, channel: Channel, source: int, size: int, head: int) -> None:
-        """Receive a snapshot of the rank `source`. Raises OSError, also where there is no room, or CheckpointError."""
+    def keep(self, channel: Channel, source: int, size: int, head: int, header: str) -> None:
+        """Receive a snapshot of the rank `source`, whose header has the digest `header`. Raises OSError, also where
+        there is no room, or CheckpointError."""
         with self._arena_of(source) as arena:
+            if _has(arena, size, head, header):
+                channel.send({"have": True})
+                return
+            self._leave_room(arena.slots[arena.oldest()].path, size)
             receive(channel, arena, size, head, source, self._world_size, ready=lambda: channel.send({"send": True}))
+            channel.send({})
+
+    def _leave_room(self, path: Path, size: int) -> None:
+        """Raise OSError where a file of `size` bytes at `path` would take the room that the snapshots of this node's
+        own ranks still need: a rank that finds none takes no more."""
+        needed = size - _size(path)
+        for rank, folder in ranks_here(self._own.job).items():
+            if rank < self._world_size:
+                own = [_size(folder / name) for name in SLOT_FILES]
+                needed += sum((max(own) or size) - each for each in own)
+        status = os.statvfs(self._own.job)
+        if needed > status.f_bavail * status.f_frsize:
+            raise OSError(
+                f"no room for a snapshot of {size:,} bytes in shared memory beside those of its own ranks "
+                f"({status.f_bavail * status.f_frsize:,} bytes free, {needed:,} needed)"
+            )
 
     def close(self, *, keep: bool) -> None:
         """After the server has ended. `keep`: the next start may need what is there."""
@@ -205,6 +237,30 @@ class Keeper:
             else:
                 arena.remove()
         self._arenas.clear()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _has(arena: RankArena, size: int, head: int, header: str) -> bool:
+    """Whether the snapshot is there. It is the last one to be overwritten then, as in its rank's own memory: after a
+    start the other one is of no use."""
+    for index, slot in enumerate(arena.slots):
+        record = arena.record(index)
+        if (record.state, record.nbytes, record.header_bytes) == (SlotState.SEALED, size, head):
+            fd = open_regular(slot.path)
+            try:
+                is_same = xxhash.xxh3_128_hexdigest(os.pread(fd, head, 0)) == header
+            finally:
+                os.close(fd)
+            if is_same:
+                arena.keep(record.attempt, record.step)
+                return True
+    return False
 
 
 def receive(

@@ -150,8 +150,7 @@ class Server:
     def _keep(self, channel: Channel, request: MirrorRequest) -> None:
         if self._keeper is None:
             raise OSError("it has no shared memory (MINDX_ARENA_DIR)")
-        self._keeper.keep(channel, self._source(request), request.size, request.head)
-        channel.send({})
+        self._keeper.keep(channel, self._source(request), request.size, request.head, request.header)
 
     def _get(self, channel: Channel, request: MirrorRequest) -> None:
         path = self._path(request, self._roots)

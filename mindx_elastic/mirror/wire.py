@@ -7,7 +7,7 @@ Every connection carries one request and its answers, each a JSON object in a fr
 =========  =========================================  ============================================================
 ``here``                                              ``{}``; the connection stays open for as long as files come
 ``put``    ``root, name, size, header``               ``{"have": true}``, or ``{"send": true}``, a file, ``{}``
-``keep``   ``size, head``                             ``{"send": true}``, a snapshot, ``{}``
+``keep``   ``size, head, header``                     ``{"have": true}``, or ``{"send": true}``, a snapshot, ``{}``
 ``get``    ``root, name``                             ``{"size": n, "head": n}`` and a file or snapshot
 ``drop``   ``root, name, run_id``                     ``{}``
 =========  =========================================  ============================================================

@@ -5,24 +5,31 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import xxhash
 
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.memory.arena import COPY_FILE, RankArena, SlotState, read_records
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.snapshots import copy_snapshot, lay_out, seal_slot
+from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.mirror.nearby import Nearby
 from mindx_elastic.mirror.server import Server
-from mindx_elastic.mirror.wire import Channel, ask
-from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.mirror.wire import Channel, Endpoint, ask
+from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.start.findings import list_files, scan
 from tests.checkpoint_files import STATE, info_of
 from tests.harness import wait_until
@@ -42,7 +49,7 @@ class Pair:
             memory.mkdir()
         self.arena = RankArena(self.memories[1], self.disk, SOURCE)
         stack.callback(self.arena.close)
-        partner = RankArena(self.memories[0], self.disk, PARTNER)
+        self.partner = partner = RankArena(self.memories[0], self.disk, PARTNER)
         stack.callback(partner.close)
         ranks = RankInfo(rank=PARTNER, world_size=WORLD)
         self.server = Server(ranks, [self.disk], [SOURCE], "127.0.0.1", patience_s=5.0, arena=partner)
@@ -57,8 +64,9 @@ class Pair:
         self.failed.append(str(error))
 
     @contextmanager
-    def _request(self, partner: int, size: int, head: int) -> Iterator[Channel]:
-        with self.ask("keep", size=size, head=head) as channel:
+    def _request(self, partner: int, size: int, header: bytes) -> Iterator[Channel]:
+        digest = xxhash.xxh3_128_hexdigest(header)
+        with self.ask("keep", size=size, head=len(header), header=digest) as channel:
             self.in_transfer()
             yield channel
 
@@ -207,6 +215,47 @@ def test_no_room_is_told_once_and_the_next_copy_may_have_some(pair: Pair, monkey
     assert pair.steps == [8]
 
 
+def test_the_node_s_own_ranks_have_room_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = lay_out(STATE, info_of(rank=PARTNER, world_size=WORLD, step=5), None)
+    assert copy_snapshot(pair.partner, own, 1, at=lambda stage: None) is not None
+    free = 2 * own.nbytes - 1  # for the partner's second snapshot, and a copy: not quite
+
+    def almost_full(path: object) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
+    monkeypatch.setattr("mindx_elastic.mirror.nearby.os.statvfs", almost_full)
+    pair.snapshot(5)
+    pair.copy()
+    assert "beside those of its own ranks" in "".join(pair.failed) and pair.steps == []
+    free += 8192  # the two have headers of their own
+    pair.snapshot(6)
+    pair.copy()
+    assert pair.steps == [6]
+
+
+def test_a_snapshot_that_is_there_is_not_sent_again_and_is_overwritten_last(pair: Pair) -> None:
+    for step in (5, 6):
+        pair.snapshot(step, sealed=True)
+        pair.copy()
+    written = pair.path_of(5).stat().st_mtime_ns
+    pair.arena.keep(pair.arena.record(0).attempt, 5)  # the job has gone on from 5 again
+    pair.copy()
+    assert (pair.steps, pair.path_of(5).stat().st_mtime_ns) == ([5, 6], written)
+    pair._sequence = pair.arena.newest().sequence
+    pair.snapshot(7)
+    pair.copy()
+    assert (pair.steps, pair.failed) == ([5, 7], [])
+
+
+def test_a_copy_does_not_make_damage_sound(pair: Pair) -> None:
+    pair.snapshot(5, sealed=True)
+    (slot,) = [slot for slot in pair.arena.slots if slot.map is not None]
+    assert slot.map is not None
+    slot.map[-1] ^= 1
+    pair.copy()
+    assert verify_file(pair.path_of(5))
+
+
 def test_nodes_that_share_their_memory_are_told_so(pair: Pair) -> None:
     folder = job_folder(pair.memories[0], pair.disk) / f"rank_{SOURCE}"
     folder.mkdir(mode=0o700)
@@ -257,3 +306,24 @@ def test_a_new_node_takes_a_snapshot_from_there_and_can_store_or_delete_nothing_
     with pair.ask("keep", size=0, head=0) as channel, pytest.raises(ConnectionError, match="cannot be"):
         channel.answer()
     assert pair.steps == [5]
+
+
+def test_a_copy_that_is_broken_off_at_the_end_is_no_trouble(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        partner = Endpoint("127.0.0.1", listener.getsockname()[1], "0")
+        ranks, events = RankInfo(rank=SOURCE, world_size=WORLD), EventLog(tmp_path / "events.jsonl")
+        mirror = Mirror(ranks, [pair.disk], [PARTNER], {PARTNER: partner}, None, events, None, pair.arena)  # type: ignore[arg-type]
+        info = info_of(rank=SOURCE, world_size=WORLD, step=5)
+        snapshot = lay_out({"large": torch.zeros(64 << 20, dtype=torch.uint8)}, info, None)
+        assert copy_snapshot(pair.arena, snapshot, 1, at=lambda stage: None) is not None
+        assert mirror.nearby is not None
+        mirror.nearby.copy_newest()
+        with Channel(listener.accept()[0]) as channel:
+            assert channel.receive()["op"] == "keep"
+            channel.send({"send": True})  # and nothing is read: it waits in the middle
+            channel._receive_exactly(1 << 20)
+            mirror._sender.submit(lambda: time.sleep(0.3))  # the copy of a file, which takes a moment to end
+            mirror.close()
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
