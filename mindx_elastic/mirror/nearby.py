@@ -59,6 +59,8 @@ class Nearby:
         self._thread = ReadyThread("mindx-mirror-memory")
         self._failing: set[int] = set()
         self._began: float | None = None
+        self._sending_s = 0.0  # of the copy under way, and the part of it that has been sent
+        self._part = 0.0
         self._took_s = 0.0
         self._sent = -1
         self._late = 0
@@ -66,7 +68,8 @@ class Nearby:
 
     @property
     def took_s(self) -> float:
-        """Seconds that the last copy has taken, or the one that is under way; 0: there was none."""
+        """Seconds that the last copy has taken, or would have, had it not been overtaken; or the one that is under way;
+        0: there was none."""
         began = self._began
         return max(self._took_s, 0.0 if began is None else time.monotonic() - began)
 
@@ -89,9 +92,12 @@ class Nearby:
         if self._closed or record.state is SlotState.EMPTY or record.sequence == self._sent:
             return
         self._sent, self._began = record.sequence, time.monotonic()
+        self._sending_s = self._part = 0.0
         try:
             self._copy_slot(record)
         except _OvertakenError:
+            left_s = 0.0 if self._part == 0 else self._sending_s * (1 / self._part - 1)
+            self._took_s = time.monotonic() - self._began + left_s
             self._note_lateness(record)
         except Exception:
             logger.exception("copying a snapshot to another node met an unexpected error")
@@ -145,10 +151,12 @@ class Nearby:
                 return
             channel.patience_s = PATIENCE_S
 
-            def pace(sent_s: float) -> None:
+            def pace(count: int, took_s: float) -> None:
+                self._part += count / (record.nbytes * len(self._partners))
+                self._sending_s += took_s / _SHARE
                 if not go_on():
                     raise _OvertakenError
-                time.sleep(sent_s * (1 / _SHARE - 1))
+                time.sleep(took_s * (1 / _SHARE - 1))
 
             channel.send_file(fd, record.nbytes, header=header, pace=pace)
             channel.answer()

@@ -169,10 +169,15 @@ class Channel:
         return content
 
     def send_file(
-        self, fd: int, size: int, *, header: bytes = b"", pace: Callable[[float], None] = lambda sent_s: None
+        self,
+        fd: int,
+        size: int,
+        *,
+        header: bytes = b"",
+        pace: Callable[[int, float], None] = lambda count, took_s: None,
     ) -> None:
         """Send the first `size` bytes of `fd`, and their digest. `header`: what goes in the place of the first of them.
-        `pace` is called after each piece with the seconds that it took, and may raise to break off."""
+        `pace` is called after each piece with its bytes and the seconds that it took, and may raise to break off."""
         digest, buffer = xxhash.xxh3_128(header), memoryview(bytearray(_PIECE_BYTES))
         self._send(header)
         sent = len(header)
@@ -183,7 +188,7 @@ class Channel:
             digest.update(buffer[:count])
             began = time.perf_counter()
             self._send(buffer[:count])
-            pace(time.perf_counter() - began)
+            pace(count, time.perf_counter() - began)
             sent += count
         self._send(digest.digest())
 

@@ -155,6 +155,31 @@ def test_a_snapshot_that_is_overtaken_counts_for_nothing(pair: Pair) -> None:
     assert pair.steps == [5, 8]
 
 
+def test_of_a_copy_that_is_overtaken_it_is_known_how_long_it_would_have_taken(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, num_sleeps, sleep = info_of(rank=SOURCE, world_size=WORLD, step=5), 0, time.sleep
+    large = lay_out({"large": torch.zeros(16 << 20, dtype=torch.uint8)}, info, None)
+    assert copy_snapshot(pair.arena, large, 1, at=lambda stage: None) is not None
+    pair._sequence = 1
+
+    def send(channel: Channel, data: memoryview | bytes) -> None:
+        nonlocal num_sleeps
+        if len(data) == 1 << 20:
+            num_sleeps += 1
+            sleep(0.05)
+            if num_sleeps == 4:
+                pair.snapshot(6)
+                pair.snapshot(7)
+        whole(channel, data)
+
+    whole = Channel._send
+    monkeypatch.setattr(Channel, "_send", send)
+    pair.copy()
+    assert (pair.steps, num_sleeps) == ([], 4)
+    assert 1.2 < pair.nearby.took_s < 10  # 16 pieces of 0.05 s, in half of the time; the 4 have taken 0.4 s
+
+
 def test_a_source_that_dies_leaves_the_copy_before(pair: Pair) -> None:
     pair.snapshot(5)
     pair.copy()
