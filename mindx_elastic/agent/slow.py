@@ -12,7 +12,8 @@ from mindx_elastic.core.pace import SlowRank
 
 __all__ = ["SlowWatch"]
 
-_HOLDS_S = 5.0  # 64 steps may be short
+_BEGINS_S = 5.0  # 64 steps may be short
+_ENDS_S = 60.0  # one that is just slow enough would come and go all the time
 
 
 class SlowWatch:
@@ -20,7 +21,7 @@ class SlowWatch:
 
     def __init__(self) -> None:
         self.named: dict[int, SlowRank] = {}
-        """By rank: those that have been slow all the time, for some seconds."""
+        """By rank: those that have been slow for some seconds all the time, until they have not been for a minute."""
         self._since: dict[int, float] = {}
         """Since when a verdict has been as it is, of ranks of which it is not what `named` says."""
 
@@ -29,7 +30,7 @@ class SlowWatch:
         found = {each.rank: each for each in slow}
         changed = found.keys() ^ self.named.keys()
         self._since = {rank: self._since.get(rank, now) for rank in changed}
-        due = {rank for rank, since in self._since.items() if now - since >= _HOLDS_S}
+        due = {r for r, since in self._since.items() if now - since >= (_ENDS_S if r in self.named else _BEGINS_S)}
         self._since = {rank: since for rank, since in self._since.items() if rank not in due}
         begun = [found[rank] for rank in found if rank in due]
         over = [self.named.pop(rank) for rank in due - found.keys()]
