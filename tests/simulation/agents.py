@@ -548,6 +548,9 @@ class Job:
         """Whether it is a failure, and not an order to stop or something that is waited for."""
         if fault.kind == "freeze agent":
             return fault.length_s >= _STANDSTILL_S
+        if fault.kind == "reset":  # of one that stands still, and does not connect again
+            process = self.nodes[fault.place].agents[-1].process
+            return process.frozen_until > self.world.now + _BACK_S
         if "sigterm" in fault.kind or fault.kind == "fault report":  # outside of a guard a process dies of it
             statuses = [worker.status for node in self.nodes for worker in node.agents[-1].workers]
             safe = (WorkerPhase.TRAINING, WorkerPhase.STOPPING)

@@ -31,6 +31,11 @@ def test_a_failure_is_counted_once_on_all_nodes() -> None:
     assert [agent.code for agent in outcome.agents] == [0] * 3
 
 
+def test_a_node_that_stands_still_and_is_cut_off_meanwhile_is_lost() -> None:
+    faults = Fault("freeze agent", 1, 0, at=2.0, length_s=8.0), Fault("reset", 1, 0, at=2.1)
+    assert [agent.restarts for agent in played(2, *faults, host_is_apart=True).agents] == [1, 1]
+
+
 def test_a_stop_of_one_agent_stops_all_nodes() -> None:
     outcome = played(3, Fault("sigterm agent", 1, 0, at=3.1))
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(143, 0)] * 3
