@@ -22,7 +22,7 @@ from mindx_elastic.core.printable import counted, listed
 from mindx_elastic.core.status_page import read_pages
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import job_folder, make_private, make_user_folder, rank_folders
-from mindx_elastic.memory.one_step import SNAPSHOT, copy_newest, lay_copy
+from mindx_elastic.memory.one_step import SNAPSHOT, copy_newest, lay_copy, newest_kept
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.prove.audited import Unlike
 from mindx_elastic.prove.causes import explain_chance
@@ -37,6 +37,8 @@ EXIT_CODES = {"verified": 0, "differs": 1, "not deterministic": 3, "fails": 4}
 _MEASURED = 64
 """Steps after which the interval of snapshots is measured."""
 _LOOK_S = 0.005
+_TRIES = 40
+"""For a copy that is overtaken."""
 _T = TypeVar("_T")
 
 
@@ -153,9 +155,9 @@ class _Auditor:
 
     def audit(self, steps: int) -> Audit:
         began, found = time.monotonic(), self._found
-        moment = self._wait_for(lambda: copy_newest(self._job.arenas, self._memory / "from"))
+        moment = self._copy("from", -1)
         found.first = moment[1]
-        later = self._wait_for(lambda: copy_newest(self._job.arenas, self._memory / "to", after=moment[1] + steps - 1))
+        later = self._copy("to", moment[1] + steps - 1)
         found.last = later[1]
         if later[0] != moment[0]:
             raise UsageError("the job was started again while it was audited: call again")
@@ -164,6 +166,24 @@ class _Auditor:
             self._judge(first, self._run(2), unlike)
         found.seconds = time.monotonic() - began
         return found
+
+    def _copy(self, name: str, after: int) -> tuple[int, int]:
+        """The next step after `after` that all ranks keep, to a folder of this name."""
+        num_overtaken = 0
+
+        def look() -> tuple[int, int] | None:
+            nonlocal num_overtaken
+            kept = newest_kept(self._job.arenas)
+            found = copy_newest(self._job.arenas, self._memory / name, after=after)
+            num_overtaken += found is None and kept is not None and kept[1] > after
+            if num_overtaken >= _TRIES:
+                raise UsageError(
+                    "the job overwrites its snapshots sooner than they can be copied: start it with a larger "
+                    "--snapshot-every, or auto"
+                )
+            return found
+
+        return self._wait_for(look)
 
     def _wait_for(self, look: Callable[[], _T | None]) -> _T:
         """What `look` gives once it gives anything; while the job passes steps."""

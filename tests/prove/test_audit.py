@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mindx_elastic.agent.history import AgentRun, AttemptRecord
-from mindx_elastic.core.status_page import StatusPage, page_path
+from mindx_elastic.core.status_page import Status, StatusPage, page_path
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory import one_step
 from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
+from mindx_elastic.prove import audit as auditor
 from mindx_elastic.prove.audit import find_job
 from tests.harness import Job, events, job_status, run_command, start_agent
 
@@ -161,3 +164,18 @@ def test_ranks_on_other_machines_and_an_unknown_command_are_refused(tmp_path: Pa
     page.set_text("arena", str(tmp_path))
     with pytest.raises(UsageError, match="the command of the job is not known"):
         find_job(run)
+
+
+def test_a_job_whose_snapshots_are_overwritten_before_they_can_be_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the audit would copy them again and again, for as long as the job trains."""
+    page = Status(pid=os.getpid(), snapshot_every=1)
+    steps = itertools.count()
+    monkeypatch.setattr(auditor, "read_pages", lambda folder: {0: page._replace(boundaries=next(steps))})
+    monkeypatch.setattr(auditor, "copy_newest", lambda *_, **__: None)
+    monkeypatch.setattr(auditor, "newest_kept", lambda job: (0, next(steps)))
+    job: Any = SimpleNamespace(arenas=tmp_path, ranks=1, agent=AgentRun())
+    runs: Any = SimpleNamespace(memory=tmp_path)
+    with pytest.raises(UsageError, match="--snapshot-every"):
+        auditor.audit(job, runs, steps=1, timeout_s=60)
