@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +163,9 @@ class Archive:
         if self._hurried and step < self._newest:
             return  # there is a newer one, and little time
         began = time.monotonic()
-        outcome = self._guarded(lambda: self._tried(path), f"step {step} is not there")
+        outcome = self._guarded(
+            lambda: self._tried(lambda: self._put(path), PermissionError), f"step {step} is not there"
+        )
         if outcome is None:
             return
         self._left.pop(path, None)
@@ -197,17 +200,20 @@ class Archive:
         self._failing = False
         return done
 
-    def _tried(self, path: Path) -> tuple[int, str]:
+    def _tried(self, work: Callable[[], _T], final: type[Exception]) -> _T:
+        """Again after a pause where it fails. `final`: what no pause mends."""
         for pause_s in _PAUSES_S:
             try:
-                return self._put(path)
-            except (_BrokenOffError, PermissionError):
+                return work()
+            except (_BrokenOffError, final):
                 raise
             except Exception as error:
                 logger.debug("%s: %s", self.url, error)
-                if self._hurried or self._closed.wait(pause_s):
+                if self._hurried:
                     break
-        return self._put(path)
+                if self._closed.wait(pause_s):
+                    raise
+        return work()
 
     def _put(self, path: Path) -> tuple[int, str]:
         place = self._place(path)
@@ -316,11 +322,9 @@ class Archive:
         if name is None or not path.as_posix().endswith(f"/{name.file}"):
             raise OSError(f"{address} is not in the archive {self.url}")
         if path.is_file():
-            try:
+            with suppress(CheckpointError):  # `copied_file` puts it aside
                 if read_header(path, self._trust.of(path)).digest == name.digest:
                     return False
-            except CheckpointError:
-                pass  # `copied_file` puts it aside
         target = posixpath.join(self._base, name.path)
 
         def look(temp: Path) -> CheckpointInfo:
@@ -343,16 +347,7 @@ class Archive:
 
     def _getter(self, path: str, start: int | None = None, end: int | None = None) -> Callable[[], bytes]:
         def get() -> bytes:
-            for pause_s in (*_PAUSES_S, None):
-                try:
-                    data: bytes = self._fs.cat_file(path, start=start, end=end)
-                except FileNotFoundError:
-                    raise
-                except Exception:
-                    if pause_s is None or self._closed.wait(pause_s):
-                        raise
-                else:
-                    break
+            data: bytes = self._tried(lambda: self._fs.cat_file(path, start=start, end=end), FileNotFoundError)
             if start is not None and end is not None and len(data) != end - start:
                 raise OSError(f"{len(data)} bytes instead of {end - start}")
             return data

@@ -199,14 +199,15 @@ def _outlook(pages: Mapping[int, Status]) -> dict[str, Any]:
     * ``disk``: ``step``, ``created`` (unix seconds) and ``name`` of the newest complete step on disk
     * ``lost_if_killed``, ``lost_if_machine_lost``: steps
     """
-    from mindx_elastic.memory.leftovers import newest_step
+    from mindx_elastic.memory.one_step import newest_kept
 
     found: dict[str, Any] = dict.fromkeys(_KEYS)
     passed = [page for page in pages.values() if page.step >= 0]
     if not passed or len({page.arena for page in passed}) > 1:  # the latter: ranks that are separate jobs
         return found
     first, step = passed[0], max(page.step for page in passed)
-    memory = newest_step(Path(first.arena)) if first.arena else None
+    kept_in_memory = newest_kept(Path(first.arena)) if first.arena else None
+    memory = None if kept_in_memory is None else kept_in_memory[1]
     found |= {"step": step, "memory_step": memory}
     if not first.directory:
         return found

@@ -13,14 +13,13 @@ import io
 import logging
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ready_thread import ReadyThread
-from mindx_elastic.core.stop_cause import last_acts
+from mindx_elastic.core.stop_cause import flush_output, last_acts
 
 __all__ = ["LogRelay", "end_process", "shorten_interpreter_exit"]
 
@@ -67,9 +66,7 @@ class LogRelay(logging.Filter):
         `_HANGS_S`. Any thread."""
 
         def flush() -> None:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
+            flush_output()
             logging.shutdown()
 
         self._do(lambda: None, _HANGS_S)

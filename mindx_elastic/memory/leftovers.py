@@ -23,7 +23,7 @@ from mindx_elastic.memory.folders import (
 )
 from mindx_elastic.memory.one_step import newest_kept
 
-__all__ = ["Leftover", "find_leftovers", "newest_step"]
+__all__ = ["Leftover", "find_leftovers"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
@@ -85,15 +85,9 @@ def _look_at_arenas(path: Path) -> dict[str, Any]:
         "directory_exists": bool(directory) and not is_missing(directory),
         "run_id": run_id if isinstance(run_id, str) else "",
         "ranks": tuple(rank_folders(path)),
-        "newest_step": newest_step(path),
+        "newest_step": None if (kept := newest_kept(path)) is None else kept[1],
         "age_s": time.time() - began,
     }
-
-
-def newest_step(arenas: Path) -> int | None:
-    """See `one_step.newest_kept`."""
-    found = newest_kept(arenas)
-    return None if found is None else found[1]
 
 
 def _size(path: Path) -> int:

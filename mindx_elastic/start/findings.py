@@ -18,12 +18,11 @@ import xxhash
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import EVENTS_FILE, logger
-from mindx_elastic.core.fields import Text, read, read_value
+from mindx_elastic.core.fields import Text, Words, read, read_value
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import boot_id
-from mindx_elastic.core.printable import printable
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.memory.boundaries import OwnState
 from mindx_elastic.memory.folders import rank_folders
@@ -175,11 +174,11 @@ class Findings:
     """There are, or were, files of ours on disk."""
     other: bool = False
     """Some of them are not sound files of a step, so it is unknown what they were."""
-    in_archive: list[FileFact] = field(default_factory=list, init=False)
-    """Facts of files in the archive; all processes see them. `encode` sends this field and the next two, too."""
-    unread_archive: str = field(default="", init=False)
+    in_archive: list[FileFact] = field(default_factory=list)
+    """Facts of files in the archive; all processes see them."""
+    unread_archive: Annotated[str, Words(500)] = ""
     """Why it is not known what is in the archive."""
-    generation: int = field(default=0, init=False)
+    generation: int = 0
     """The highest one in the archive."""
     entries: dict[str, CatalogEntry] = field(default_factory=dict, init=False)
     """Catalog entries of all files that were read, by path."""
@@ -203,13 +202,10 @@ class Findings:
             for rank, states in self.own.items()
             for moment, state in states.items()
         ]
-        content = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        if not self.odd:
-            del content["odd"]
-        content |= {"facts": list(map(row, self.facts)), "in_memory": list(map(row, self.in_memory)), "own": own}
-        if self.unread_archive or self.generation or self.in_archive:
-            rows = [[fact.where, row(fact)] for fact in self.in_archive]
-            content["archive"] = [rows, self.unread_archive, self.generation]
+        content = {each.name: value for each in fields(self) if each.init and (value := getattr(self, each.name))}
+        content |= {"disk": self.disk, "machine": self.machine, "own": own}
+        content |= {"facts": list(map(row, self.facts)), "in_memory": list(map(row, self.in_memory))}
+        content["in_archive"] = [(fact.where, row(fact)) for fact in self.in_archive]
         return json.dumps(content, separators=(",", ":"), default=lambda v: sorted(v) if type(v) is set else asdict(v))
 
     @classmethod
@@ -224,13 +220,8 @@ class Findings:
             own.setdefault(rank, {})[moment] = OwnState(b"", *said)
         facts = [_fact(row, strategies, content["disk"]) for row in content["facts"]]
         in_memory = [_fact(row, strategies, content["machine"]) for row in content["in_memory"]]
-        archived = content.pop("archive", None)
-        found = read(cls, content, facts=facts, in_memory=in_memory, own=own)
-        if archived is not None:
-            rows, unread, generation = archived
-            found.in_archive = [_fact(row, strategies, str(where)) for where, row in rows]
-            found.unread_archive, found.generation = printable(unread, 500), int(generation)
-        return found
+        in_archive = [_fact(row, strategies, str(where)) for where, row in content["in_archive"]]
+        return read(cls, content, facts=facts, in_memory=in_memory, in_archive=in_archive, own=own)
 
 
 _ROW = [each.name for each in fields(FileFact) if each.name not in ("strategy", "visible_to", "where")]

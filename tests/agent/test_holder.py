@@ -18,8 +18,8 @@ from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.memory.leftovers import newest_step
 from mindx_elastic.memory.memory_files import RING_COPY
+from mindx_elastic.memory.one_step import newest_kept
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist import writer
 from mindx_elastic.persist.directory_lock import hold_directory
@@ -299,7 +299,7 @@ def test_copies_of_another_nodes_rank_go_along_and_hold_nothing_back(tmp_path: P
         own = job.arena(0)
         own.of_neighbour(1).close()
         own.close()
-        assert newest_step(job.job) == 8
+        assert newest_kept(job.job) == (0, 8)
         assert flush(job.job).step == 8
         common = {7, 8}.intersection(copied)
         assert job.written() == {(0, 0, 8), *((rank, 0, step) for rank in (0, 1) for step in common)}
