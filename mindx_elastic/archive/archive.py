@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -285,11 +286,16 @@ class Archive:
         def is_mine(name: ArchivedName) -> bool:
             return xxhash.xxh3_64_intdigest(name.path.encode()) % size == rank
 
+        def header_of_file(name: ArchivedName) -> bytes | None:
+            try:
+                return self._getter(posixpath.join(self._base, name.path) + MARKER)()
+            except FileNotFoundError:
+                return None  # a job that is about to end has deleted it since
+
         try:
             names = [name for name in self._asked(lambda: self._finished("", tells=rank == 0)) if is_mine(name)]
-            markers = (posixpath.join(self._base, name.path) + MARKER for name in names)
-            raw = self._read([self._getter(path) for path in markers])
-            return [found for name, text in zip(names, raw, strict=True) if (found := self._judged(name, text))]
+            raw = zip(names, self._read([partial(header_of_file, name) for name in names]), strict=True)
+            return [found for name, text in raw if text is not None and (found := self._judged(name, text))]
         except Exception as error:
             raise OSError(
                 f"the archive {self.url} cannot be read ({_words(error)}), so it is not known which steps it has"
@@ -354,9 +360,9 @@ class Archive:
 
         return get
 
-    def _read(self, getters: Sequence[Callable[[], bytes]]) -> Iterator[bytes]:
+    def _read(self, getters: Sequence[Callable[[], _T]]) -> Iterator[_T]:
         """The answers in their order; a few are asked for at a time."""
-        tasks: list[ThreadTask[bytes]] = []
+        tasks: list[ThreadTask[_T]] = []
         for number in range(len(getters)):
             for ahead in range(len(tasks), min(len(getters), number + 2 * _NUM_READERS)):
                 tasks.append(self._readers[ahead % _NUM_READERS].submit(getters[ahead]))

@@ -282,3 +282,22 @@ def test_all_ranks_have_one_archive(tmp_path: Path) -> None:
     part = Archive("memory://x", RankInfo(), [tmp_path]).part
     with pytest.raises(UsageError, match="rank 1: give the same to every rank"):
         part.merge(["memory://x", "memory://y"])
+
+
+def test_a_file_that_another_rank_deletes_while_a_start_looks_is_not_there(
+    tmp_path: Path, opened: Callable[..., Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is about to end still deletes what its disk has no more."""
+    archive = opened()
+    for step in (1, 2):
+        upload(archive, write(tmp_path / f"a-1_{step}.safetensors", step=step), step)
+    finished = archive._finished
+
+    def list_and_lose(folder: str, **more: Any) -> list[ArchivedName]:
+        names = finished(folder, **more)
+        (marker,) = [path for path in Faulty.store if "/0-1/" in path and path.endswith(".header")]
+        del Faulty.store[marker]
+        return names
+
+    monkeypatch.setattr(archive, "_finished", list_and_lose)
+    assert steps(archive) == [2]
