@@ -64,7 +64,7 @@ class Nearby:
         self._took_s = 0.0
         self._sent = -1
         self._late = 0
-        self._is_said = self._is_warned = self._closed = False
+        self._is_said = self._is_warned = self._is_trouble_said = self._closed = False
 
     @property
     def took_s(self) -> float:
@@ -80,7 +80,7 @@ class Nearby:
                 self._thread.submit(self._copy)
             except RuntimeError as error:  # the process is at its limit
                 self._closed = True
-                logger.warning("this rank's snapshots go to no other node: %s; the training goes on", error)
+                self._warn_once(error)
 
     def close(self) -> None:
         """The copy under way has been broken off."""
@@ -99,6 +99,8 @@ class Nearby:
             left_s = 0.0 if self._part == 0 else self._sending_s * (1 / self._part - 1)
             self._took_s = time.monotonic() - self._began + left_s
             self._note_lateness(record)
+        except OSError as error:  # somebody has emptied the memory
+            self._warn_once(error)
         except Exception:
             logger.exception("copying a snapshot to another node met an unexpected error")
         else:
@@ -170,6 +172,11 @@ class Nearby:
                 "in at most %d%% of the time",
                 *(partner, f"{record.nbytes:,}", took_s, 100 * _SHARE),
             )
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._is_trouble_said:
+            self._is_trouble_said = True
+            logger.warning("this rank's snapshots go to no other node: %s; the training goes on", error)
 
     def _note_lateness(self, record: SlotRecord) -> None:
         """`record` is there, or overtaken. Two newer ones: a rank that lives has not got it any more."""

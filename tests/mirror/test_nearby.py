@@ -352,3 +352,15 @@ def test_a_copy_that_is_broken_off_at_the_end_is_no_trouble(
             mirror._sender.submit(lambda: time.sleep(0.3))  # the copy of a file, which takes a moment to end
             mirror.close()
     assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_memory_that_somebody_has_emptied_is_told_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (5, 6):
+        pair.snapshot(step)
+    for slot in pair.arena.slots:
+        slot.path.unlink()
+    for step in (7, 8):
+        pair.snapshot(step)
+        pair.copy()
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "go to no other node" in record.message and record.exc_info is None
