@@ -238,7 +238,7 @@ class Keeper:
                 own = [_size(folder / name) for name in SLOT_FILES]
                 needed += sum((max(own) or size) - each for each in own)
         status = os.statvfs(self._own.job)
-        if needed > status.f_bavail * status.f_frsize:
+        if status.f_blocks > 0 and needed > status.f_bavail * status.f_frsize:  # 0: without a limit
             raise OSError(
                 f"no room for a snapshot of {size:,} bytes in shared memory beside those of its own ranks "
                 f"({status.f_bavail * status.f_frsize:,} bytes free, {needed:,} needed)"

@@ -243,10 +243,10 @@ def test_no_room_is_told_once_and_the_next_copy_may_have_some(pair: Pair, monkey
 def test_the_node_s_own_ranks_have_room_first(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     own = lay_out(STATE, info_of(rank=PARTNER, world_size=WORLD, step=5), None)
     assert copy_snapshot(pair.partner, own, 1, at=lambda stage: None) is not None
-    free = 2 * own.nbytes - 1  # for the partner's second snapshot, and a copy: not quite
+    blocks, free = 1 << 20, 2 * own.nbytes - 1  # for the partner's second snapshot, and a copy: not quite
 
     def almost_full(path: object) -> SimpleNamespace:
-        return SimpleNamespace(f_bavail=free, f_frsize=1)
+        return SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=1)
 
     monkeypatch.setattr("mindx_elastic.mirror.nearby.os.statvfs", almost_full)
     pair.snapshot(5)
@@ -256,6 +256,10 @@ def test_the_node_s_own_ranks_have_room_first(pair: Pair, monkeypatch: pytest.Mo
     pair.snapshot(6)
     pair.copy()
     assert pair.steps == [6]
+    blocks = free = 0  # a tmpfs without a limit
+    pair.snapshot(7)
+    pair.copy()
+    assert pair.steps == [6, 7]
 
 
 def test_a_snapshot_that_is_there_is_not_sent_again_and_is_overwritten_last(pair: Pair) -> None:
