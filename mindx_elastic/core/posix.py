@@ -42,6 +42,7 @@ __all__ = [
     "read_json_object",
     "read_small",
     "read_stat",
+    "size_of",
     "start_ticks",
     "thread_pidfds",
 ]
@@ -95,6 +96,14 @@ def read_small(path: StrPath, max_bytes: int = SMALL_BYTES) -> bytes:
     """The first `max_bytes` of a file, opened with `open_regular`. Raises OSError."""
     with open(open_regular(path), "rb") as file:
         return file.read(max_bytes)
+
+
+def size_of(path: StrPath) -> int:
+    """Of a file, in bytes; 0 where there is none, or it cannot be seen."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 def read_json_object(path: StrPath) -> dict[str, Any]:

@@ -105,7 +105,8 @@ class Connections:
         saver = self._saver
         self.mirror = self._nodes.open_mirror(self._directories, self.exchange, saver.events, saver.trust, arena)
         if self.mirror is not None:
-            self._stack.callback(self._close_mirror, self.mirror)
+            close = self.mirror.close
+            self._stack.callback(lambda: close(keeps_memory=self.keep_memory))
 
     def greet(self) -> None:
         """After the second meeting, in which the ranks have told each other where they receive files."""
@@ -235,9 +236,6 @@ class Connections:
         """Entering has failed: give the agent the cause."""
         if self.link is not None and error is not None:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
-
-    def _close_mirror(self, mirror: Mirror) -> None:
-        mirror.close(keeps_memory=self.keep_memory)
 
     def _close_memory(self) -> None:
         if self.memory is not None and self._member is not None and self._stays:

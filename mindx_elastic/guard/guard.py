@@ -293,8 +293,7 @@ class Guard(LayeredGuard):
             boundaries=self._boundaries,
             is_outside=lambda: self._evaluations.depth > 0,
         )
-        asked = opening.settings.odd != "ignore"
-        self._odd = watch_odd_steps(opening, is_layered=self._loops.is_layered) if asked else None
+        self._odd = watch_odd_steps(opening, is_layered=self._loops.is_layered)
         self._ending = GuardEnding(opening, self.stopper, self._listeners, self._loops, self._loaders, self._overlap)
         opening.meet_last()
 

@@ -32,10 +32,10 @@ _MOST_KEPT = 100
 
 
 def watch_odd_steps(opening: Opening, *, is_layered: bool) -> OddStepWatch | None:
-    """Of an entered guard that was asked for it; None: this one does not train. Raises UsageError where no step could
-    be made again."""
+    """Of an entered guard; None: it was not asked for it, or does not train. Raises UsageError where no step could be
+    made again."""
     mode = opening.settings.odd
-    if opening.evaluates or opening.proof is not None:
+    if mode == "ignore" or opening.evaluates or opening.proof is not None:
         return None
     wanted = f"odd={mode!r} (MINDX_ODD)"
     if is_layered:

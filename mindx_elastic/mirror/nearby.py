@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import open_regular
+from mindx_elastic.core.posix import open_regular, size_of
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import ArenaError, CheckpointError, CorruptCheckpointError
 from mindx_elastic.memory.arena import NUM_SLOTS, SLOT_FILES, RankArena, SlotRecord, SlotState, ranks_here
@@ -232,10 +232,10 @@ class Keeper:
     def _leave_room(self, path: Path, size: int) -> None:
         """Raise OSError where a file of `size` bytes at `path` would take the room that the snapshots of this node's
         own ranks still need: a rank that finds none takes no more."""
-        needed = size - _size(path)
+        needed = size - size_of(path)
         for rank, folder in ranks_here(self._own.job).items():
             if rank < self._world_size:
-                own = [_size(folder / name) for name in SLOT_FILES]
+                own = [size_of(folder / name) for name in SLOT_FILES]
                 needed += sum((max(own) or size) - each for each in own)
         status = os.statvfs(self._own.job)
         if status.f_blocks > 0 and needed > status.f_bavail * status.f_frsize:  # 0: without a limit
@@ -252,13 +252,6 @@ class Keeper:
             else:
                 arena.remove()
         self._arenas.clear()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _has(arena: RankArena, size: int, head: int, header: str) -> bool:

@@ -51,11 +51,6 @@ class AuditedSteps:
         self.steps = open_kept_steps(stack, seen, path) if path.exists() else None
         """What compares each step with what was kept of it; None: nothing was (MINDX_OVERLAP=0)."""
 
-    @property
-    def tail_follows(self) -> bool:
-        """Code follows that belongs to the boundary just passed."""
-        return self._seen.loops.tail.is_pending
-
     def differences(self) -> list[Unlike]:
         """At the last boundary: the first step that differs, then the state, at most 64 of it."""
         found: list[Unlike] = []

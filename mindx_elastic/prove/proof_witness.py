@@ -97,7 +97,7 @@ class ProofWitness(Witness):
         if key not in _series:
             _series.append(key)
         self._series = _series.index(key)
-        self._stopper = seen.stopper
+        self._stopper, self._loops = seen.stopper, seen.loops
         signals = [number for policy in seen.policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
         self._path = self._control.folder / f"rank_{self._ranks.rank}.{time.monotonic_ns()}.jsonl"
@@ -162,7 +162,7 @@ class ProofWitness(Witness):
             return False
         if control.is_last(self._series, position.step, position.batch_num, passed=next(_passed)):
             # What the living job has kept of an epoch's last step was taken after the code that follows it.
-            self._waits_for_tail = self.audited is not None and self.audited.tail_follows
+            self._waits_for_tail = self.audited is not None and self._loops.tail.is_pending
             return not self._waits_for_tail and self._end()
         if self._injector is not None and self._injector.at_boundary(position.step):
             return True

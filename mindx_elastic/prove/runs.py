@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from mindx_elastic.agent import child
 from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.config import MemorySettings
-from mindx_elastic.core.posix import members_of
+from mindx_elastic.core.posix import members_of, size_of
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.folders import make_own_folder, make_user_folder, remove_dead, remove_own
 from mindx_elastic.prove import confine
@@ -215,7 +215,7 @@ class Runs:
         seen, since = -1, time.monotonic()
         while process.poll() is None:
             time.sleep(_LOOK_S)
-            size = sum(_size(path) for path in (log, *folder.glob("rank_*.jsonl")))
+            size = sum(size_of(path) for path in (log, *folder.glob("rank_*.jsonl")))
             if size != seen:
                 seen, since = size, time.monotonic()
             elif time.monotonic() > since + self._timeout_s:
@@ -269,10 +269,3 @@ def _make_memory(stack: ExitStack) -> Path | None:
         return None
     stack.callback(remove_own, folder)
     return folder
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
