@@ -78,21 +78,33 @@ class OddStepWatch:
             raise UsageError(f"{self._wanted} looks at each step's loss: write guard.step_end(loss=loss)")
         odd = [f"{name} {value}" for name in self._names if (value := _odd_value(scalars.get(name))) is not None]
         is_again = self._again is not None and self._again.step == step
-        if odd and not (self._is_own or is_again or self._comes_of_own(step)):
+        if odd and not (self._is_own or is_again or self._comes_of_own(step, ", ".join(odd))):
             self._go_back(step, ", ".join(odd))
         if is_again:
             self._conclude(step, "own" if odd else "other")
         self._is_own = bool(odd)
 
-    def _comes_of_own(self, step: int) -> bool:
+    def _comes_of_own(self, step: int, what: str) -> bool:
         """Whether the step before was the program's own, of another rank: its gradients have gone into all weights. Or
-        there is no step before."""
-        files = self._path.parent.glob(f"{ODD_STEPS}*.json")
-        known = [each for path in files for each in read_odd_steps(path, self._owners).steps]
-        run = self._events.run_id
+        another rank has already had this step made again: once is enough. Or there is no step before."""
         if step == 1:
             logger.error("step 1 is odd on rank %d; there is no boundary to go back to, and it goes on", self._rank)
-        return step == 1 or any((e.run_id, e.step, e.verdict) == (run, step - 1, "own") for e in known)
+            try:
+                self._note(step, what, "own")  # the others' steps come of it
+            except SaveError as error:
+                logger.error("%s; other ranks may go back from the step after", error)
+            return True
+        files = self._path.parent.glob(f"{ODD_STEPS}*.json")
+        run, attempt = self._events.run_id, self._events.attempt
+        known = [each for path in files for each in read_odd_steps(path, self._owners).steps if each.run_id == run]
+        if any((each.step, each.verdict) == (step - 1, "own") for each in known):
+            return True
+        before = [each for each in known if each.step == step and each.attempt < attempt and each.verdict != "other"]
+        is_made_again = bool(before) and not self._stops
+        if is_made_again:
+            text = "step %d has been made again, and is odd on rank %d (%s), too; the training goes on"
+            logger.warning(text, step, self._rank, what)
+        return is_made_again
 
     def _go_back(self, step: int, what: str) -> None:
         text = f"step {step}: {what} on rank {self._rank}"

@@ -44,8 +44,9 @@ class OddStep:
         return f"step {self.step} was odd on rank {self.rank} ({self.what}); {ODD_STEPS}{self.rank}.json says so"
 
     def spoils(self, moment: Moment) -> bool:
-        """Whether a state of `moment` may have come of it."""
-        return moment[0] == self.run_id and moment[1] <= self.attempt and moment[2] >= self.step
+        """Whether a state of `moment` may have come of it. Of a first step all have: there is nothing else to use."""
+        is_after = moment[2] >= self.step > 1
+        return moment[0] == self.run_id and moment[1] <= self.attempt and is_after
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,24 @@ def test_what_another_rank_has_found_out_of_the_step_before_counts(
         Run(tmp_path, {7: {"loss": NAN}}, steps=8)
 
 
+def test_a_step_that_another_rank_had_made_again_is_not_made_again_by_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where both are odd the one that is later at its boundary may be stopped before it has noted it."""
+    Run(tmp_path, {}, steps=2)
+    (event, *_) = [json.loads(line) for line in (tmp_path / "ckpt" / "events.jsonl").read_text().splitlines()]
+    step = {"run_id": event["run_id"], "attempt": 0, "step": 3, "rank": 1, "what": "loss nan", "verdict": "open"}
+    (tmp_path / "ckpt" / "odd_steps_rank_1.json").write_text(json.dumps({"steps": [step]}))
+    Run(tmp_path, {3: {"loss": NAN}, 4: {"loss": NAN}})
+    assert "step 3 has been made again, and is odd on rank 0 (loss nan), too; the training goes on" in caplog.text
+
+
 def test_the_first_step_has_no_boundary_before_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Run(tmp_path, {1: {"loss": NAN}})
+    """It is the program's own for the others, and what is saved after it is used."""
+    Run(tmp_path, {1: {"loss": NAN}}, steps=3)
     assert "there is no boundary to go back to" in caplog.text
+    assert verdicts(tmp_path) == [(1, "own")]
+    assert Run(tmp_path, {}).resumed == 3
 
 
 def test_with_a_scaler_gradients_are_allowed_to_overflow(tmp_path: Path) -> None:
