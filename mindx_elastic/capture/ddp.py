@@ -336,6 +336,7 @@ class CollectiveWaits:
             or torch.compiler.is_compiling()
             or hasattr(inner, "_orig_mod")
             or inner._compiled_call_impl is not None
+            or isinstance(inner, torch.jit.ScriptModule)  # takes no hooks
         ):
             return
         if module.will_sync_module_buffers():

@@ -25,7 +25,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.tensor_memory import without_collections
-from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UnsupportedStateError, UsageError
+from mindx_elastic.errors import MindxError, SaveError, UnsafeDirectoryError, UnsupportedStateError, UsageError
 from mindx_elastic.guard.active import active, check_that_it_is_not_active, entered, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
@@ -200,7 +200,8 @@ class Guard(LayeredGuard):
         try:
             self.open()
         except (UsageError, UnsafeDirectoryError, UnsupportedStateError, SaveError) as error:
-            raise error.with_traceback(None) from None  # the text says all; each rank of the job prints this
+            cause = error.__cause__  # one in the user's code is shown; else the text says all, once for each rank
+            raise error.with_traceback(None) from (None if isinstance(cause, (OSError, MindxError)) else cause)
         return self
 
     def open(self) -> None:

@@ -218,3 +218,13 @@ def test_waits_are_noted_and_the_module_stays_as_it_was(monkeypatch: pytest.Monk
     waits.remove()
     backward(module)
     assert len(noted) == 7 and not any(each._forward_pre_hooks for each in module.modules())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_takes_no_hooks_and_trains_on() -> None:
+    module = DDP(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    page = StatusPage()
+    page.is_timed = True
+    waits = CollectiveWaits([("model", module)], [module], page)
+    backward(module)
+    waits.remove()

@@ -35,6 +35,28 @@ def test_a_second_guard_is_refused_and_does_no_harm(tmp_path: Path) -> None:
         pass
 
 
+class FailsByItself(torch.optim.Optimizer):
+    """Its mistake is in its own code."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def state_dict(self) -> Any:
+        raise KeyError("no such key")
+
+
+def test_a_refusal_shows_the_users_own_error_and_none_of_our_frames(tmp_path: Path) -> None:
+    optimizer = FailsByItself(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="fails by itself") as caught, Job(tmp_path, optimizer=optimizer).guard:
+        pass
+    assert isinstance(caught.value.__cause__, KeyError)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file or below a file") as caught, Job(tmp_path / "file" / "ckpt").guard:
+        pass
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert [entry.name for entry in caught.traceback][1:] == ["__enter__"]
+
+
 def test_a_guard_that_is_entered_in_its_own_block_is_refused_and_does_no_harm(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
