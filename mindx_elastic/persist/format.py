@@ -25,7 +25,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -332,23 +332,13 @@ def header_of(raw: bytes, path: Path) -> Header:
 
     Raises CorruptCheckpointError and ForeignCheckpointError. Any thread.
     """
-    return _judged(lambda: (raw, None), path, sealed=True, shared=None)
+    return _parse(raw, path, sealed=True, shared=None)
 
 
-def _parse(fd: int, path: Path, sealed: bool, shared: SharedJson | None) -> Header:
-    def read() -> tuple[bytes, int]:
-        size = os.fstat(fd).st_size
-        return _read_raw(fd, size), size
-
-    return _judged(read, path, sealed, shared)
-
-
-def _judged(
-    read: Callable[[], tuple[bytes, int | None]], path: Path, sealed: bool, shared: SharedJson | None
-) -> Header:
-    """`read`: gives the header, and the size of the file, where it is there."""
+def _parse(source: int | bytes, path: Path, sealed: bool, shared: SharedJson | None) -> Header:
+    """`source`: the file's descriptor, or the header alone."""
     try:
-        raw, size = read()
+        raw, size = (source, None) if isinstance(source, bytes) else _read_raw(source)
         described, tensors = _split(raw)
         metadata = _metadata(described, raw, sealed=sealed)
         return _checked(tensors, metadata, raw, size, shared)
@@ -368,8 +358,9 @@ class _ForeignError(Exception):
     pass
 
 
-def _read_raw(fd: int, size: int) -> bytes:
-    prefix = os.pread(fd, 8, 0)
+def _read_raw(fd: int) -> tuple[bytes, int]:
+    """The header, and the size of the file."""
+    prefix, size = os.pread(fd, 8, 0), os.fstat(fd).st_size
     if len(prefix) < 8:
         raise ValueError(f"the file has only {size} bytes")
     (length,) = struct.unpack("<Q", prefix)
@@ -383,7 +374,7 @@ def _read_raw(fd: int, size: int) -> bytes:
         if not piece:
             raise ValueError("truncated while it was read")
         text += piece
-    return prefix + text
+    return prefix + text, size
 
 
 def _split(raw: bytes) -> tuple[Any, str]:
