@@ -75,7 +75,6 @@ def run(name: str, source: str, directory: Path, *, file: Path | None = None, **
     return notes
 
 
-_ONE = "PARTS = dict(model=net, optimizer=opt)\n"
 _STEP = "def step(): update(net(x).square().mean(), opt)\n"
 
 EXACT = {

@@ -28,7 +28,6 @@ _AGREEMENT_S, _LATE_S = 3.0, 7.0
 _CONNECT_S = 60.0
 """How long ranks wait for each other at their start."""
 _NOTICE_S = 0.002
-_TERM = int(signal.SIGTERM)
 
 
 @dataclass(frozen=True)
