@@ -103,7 +103,9 @@ class Archive:
         self._fs: Any = None
         self._base = ""
         self._unread = False
-        self._hurried = self._failing = self._is_slow = self._is_settled = False
+        self._hurried = self._is_slow = self._is_settled = False
+        self._failing: set[bool] = set()
+        """Whether uploads (True), deletions (False) fail."""
         self._closed = threading.Event()
         self._newest = -1
         self._left: dict[Path, int] = {}
@@ -134,7 +136,7 @@ class Archive:
         as a newer step of all ranks is here."""
         if not (self._unread or self._closed.is_set()):
             self._doomed[moment, digest] = None
-            self._sender.submit(lambda: self._guarded(self._prune, "old files are not deleted"))
+            self._sender.submit(lambda: self._guarded(self._prune, "old files are not deleted", uploads=False))
 
     def finish(self, timeout_s: float | None) -> None:
         """No more files will come: wait for those under way. `timeout_s`: until the process has to be gone; None: it
@@ -151,7 +153,7 @@ class Archive:
                 "step %d of rank %d is not in %s: %s. It is on this machine's disk; a start here goes on from it and "
                 "uploads it, a start elsewhere has an older step",
                 *(lost[0], self._ranks.rank, self.url),
-                "it could not be uploaded" if self._failing else "the time was up",
+                "it could not be uploaded" if True in self._failing else "the time was up",
             )
 
     def close(self) -> None:
@@ -164,8 +166,9 @@ class Archive:
         if self._hurried and step < self._newest:
             return  # there is a newer one, and little time
         began = time.monotonic()
+        failed: list[Exception] = []
         outcome = self._guarded(
-            lambda: self._tried(lambda: self._put(path), PermissionError), f"step {step} is not there"
+            lambda: self._tried(lambda: self._put(path, failed), PermissionError), f"step {step} is not there"
         )
         if outcome is None:
             return
@@ -181,24 +184,24 @@ class Archive:
             nbytes, text = outcome
             took = time.monotonic() - began
             self._events.emit("archive", step=step, nbytes=nbytes, duration_s=took, outcome=text, path=str(path))
-        self._guarded(self._prune, "old files are not deleted")
+        self._guarded(self._prune, "old files are not deleted", uploads=False)
 
-    def _guarded(self, work: Callable[[], _T], what: str) -> _T | None:
+    def _guarded(self, work: Callable[[], _T], what: str, *, uploads: bool = True) -> _T | None:
         """Tell what goes wrong, once until it works again; the disk has all files."""
         try:
             done = work()
         except _BrokenOffError:
             return None
         except Exception as error:  # each library has its own
-            if not (self._failing or self._closed.is_set()):
+            if not (uploads in self._failing or self._closed.is_set()):
                 logger.warning(
                     "%s: %s (%s). The files on disk are not affected, and later steps are tried again; look at network "
                     "and credentials",
                     *(self.url, what, _words(error)),
                 )
-            self._failing = True
+            self._failing.add(uploads)
             return None
-        self._failing = False
+        self._failing.discard(uploads)
         return done
 
     def _tried(self, work: Callable[[], _T], final: type[Exception]) -> _T:
@@ -216,13 +219,20 @@ class Archive:
                     raise
         return work()
 
-    def _put(self, path: Path) -> tuple[int, str]:
+    def _put(self, path: Path, failed: list[Exception]) -> tuple[int, str]:
+        """`failed`: why the last try came to nothing."""
         place = self._place(path)
         assert place is not None
         try:
             with open_checkpoint(path, self._trust.of(path)) as (fd, header):
-                return self._put_file(fd, header, place)
+                try:
+                    return self._put_file(fd, header, place)
+                except Exception as error:
+                    failed[:] = [error]
+                    raise
         except FileNotFoundError:
+            if failed:  # it is deleted by now, but that is not why it is not there
+                raise failed[0] from None
             if not os.path.exists(path):
                 return 0, _TOO_LATE
             raise

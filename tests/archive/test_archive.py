@@ -121,6 +121,28 @@ def test_a_trouble_is_told_once_until_it_is_over(
     assert "could not be uploaded" in caplog.records[-1].message
 
 
+def test_a_file_that_is_deleted_while_its_upload_fails_is_not_told_as_a_slow_upload(
+    tmp_path: Path, opened: Callable[..., Archive], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And deletions that work meanwhile do not end the trouble."""
+    archive = opened()
+    for step in (1, 2, 3):
+        path = write(tmp_path / f"a-1_{step}.safetensors", step=step)
+
+        def gone(put: Callable[[], None], name: str, path: Path = path) -> None:
+            path.unlink(missing_ok=True)
+            raise LOST
+
+        Faulty.fault = gone
+        header = read_header(path)
+        assert header.info is not None
+        upload(archive, path, step)
+        archive.drop(header.info.moment, header.digest)
+    archive.finish(None)
+    assert "longer than the time between two saves" not in caplog.text
+    assert caplog.text.count("the network is gone") == 1
+
+
 def test_credentials_that_have_ended_are_not_tried_again(
     tmp_path: Path, opened: Callable[..., Archive], caplog: pytest.LogCaptureFixture
 ) -> None:
