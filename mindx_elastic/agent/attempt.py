@@ -345,18 +345,22 @@ class Attempt:
         statuses = self.workers.statuses().values()
         return any(status.phase >= WorkerPhase.STOPPING and not status.finished for status in statuses)
 
-    def _is_new(self, seconds: float) -> bool:
-        """Whether nodes have begun to wait less than so long ago."""
+    def _may_say_more(self) -> bool:
+        """Whether nodes wait for so short a time that the end of ranks here may yet tell why they do. A rank that hangs
+        on its way out is not waited for longer than the grace period."""
         self._waiting_since = self._waiting_since or time.monotonic()
-        return time.monotonic() < self._waiting_since + seconds
+        patience_s = self._context.grace_s if self._stops_by_itself() else _NEWS_S
+        return time.monotonic() < self._waiting_since + patience_s
 
     def _look_at_nodes(self, membership: Membership) -> None:
         membership.wakeup.drain()
         if self.stop is not None or self._signum is not None or self._deadline is not None or not self.workers.live:
             return
+        if not membership.news.waiting:
+            self._waiting_since = None
         if (membership.news.waiting or membership.lost) and self._has_finished():
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
-        elif membership.news.waiting > 0 and (self._stops_by_itself() or self._is_new(_NEWS_S)):
+        elif membership.news.waiting > 0 and self._may_say_more():
             self._after(_STOPS_S, lambda: None)  # how it ends says more: a node may wait in the place of a lost one
         elif membership.news.waiting > 0:
             logger.warning("%d nodes want to join: all nodes stop and meet again", membership.news.waiting)

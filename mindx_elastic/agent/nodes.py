@@ -177,7 +177,7 @@ class Membership(TableConnection):
         if self.refused or self.over is not None:
             raise RendezvousClosedError(self.refused or self.over.why)  # type: ignore[union-attr]
         down_s = 0.0 if self.down_since is None else now - max(began, self.down_since)
-        if self._has_found and down_s > _HOST_AGAIN_S:
+        if self._has_found and down_s > _HOST_AGAIN_S and not self.is_greeted:
             raise HostLostError(
                 f"the rendezvous at {where} is gone with its host, so the nodes cannot meet: "
                 "start the same command on all nodes, that one among them"

@@ -302,6 +302,8 @@ class Supervisor(LocalElasticAgent):
         over = None if self._membership is None else self._membership.over
         if self._membership is not None and (stopped := self._membership.stopped_elsewhere) is not None:
             return stopped
+        if over is not None and over.code == 0 and self._number >= 0:
+            return Ending(outcome="finished", code=0)  # the others have done what was left without this node
         if isinstance(error, HostLostError):  # the last line of the job says it
             what = str(error)
         else:

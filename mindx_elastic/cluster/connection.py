@@ -72,6 +72,8 @@ class TableConnection:
         """Why it is not let in."""
         self.down_since: float | None = time.monotonic()
         """Since when nobody answers; None: the table does."""
+        self.is_greeted = False
+        """Somebody is there, who may be about to answer: over a slow network that takes a while."""
         self.began = self.down_since
         self.closed = threading.Event()
         self.paces: tuple[Pace, ...] = ()
@@ -175,7 +177,7 @@ class TableConnection:
             with self.changed:
                 if not self._is_welcome and self.down_since is None:
                     self.down_since = time.monotonic()
-                self._is_welcome = False
+                self._is_welcome = self.is_greeted = False
                 self.changed.notify_all()
             self._leaves_at = math.inf
             if self.closed.is_set() or not self.tries_again(why):
@@ -220,6 +222,7 @@ class TableConnection:
                 heard_at = now
                 if not all(self._obey(message) for message in line.receive()):
                     return
+                self.is_greeted = line.is_open
             elif now >= ends_at:
                 self._is_welcome = False  # it stands still: it would take another connection, and not answer
                 raise TimeoutError("it does not answer")

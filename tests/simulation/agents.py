@@ -186,6 +186,7 @@ class Agent:
         self.restarts = 0
         self.is_hopeless = False
         self.told_to_stop_at: float | None = None
+        self.frozen_since = 0.0
         self.workers: list[Worker] = []
         self.attempt, self.rank = -1, -1
 
@@ -500,7 +501,7 @@ class Job:
             case "freeze worker" if worker is not None:
                 worker.process.freeze(fault.length_s)
             case "freeze agent":
-                agent.process.frozen_until = until
+                agent.process.frozen_until = max(until, agent.process.frozen_until)
             case "kill agent":
                 agent.process.kill()
                 world.at(until, lambda: self._come_back(node))
@@ -546,8 +547,11 @@ class Job:
 
     def _fails(self, fault: Fault) -> bool:
         """Whether it is a failure, and not an order to stop or something that is waited for."""
-        if fault.kind == "freeze agent":
-            return fault.length_s >= _STANDSTILL_S
+        if fault.kind == "freeze agent":  # two of them may be one long one
+            agent = self.nodes[fault.place].agents[-1]
+            if agent.process.frozen_until < self.world.now:
+                agent.frozen_since = self.world.now
+            return self.world.now + fault.length_s >= agent.frozen_since + _STANDSTILL_S
         if fault.kind == "reset":  # of one that stands still, and does not connect again
             process = self.nodes[fault.place].agents[-1].process
             return process.frozen_until > self.world.now + _BACK_S
@@ -618,7 +622,8 @@ def _faults_of(job: Job, outcome: Outcome) -> list[str]:
         if agent.restarts > min(plan.max_restarts, job.failures):
             most = f"of {plan.max_restarts}, after {job.failures} failures"
             wrong.append(f"{name} counts {agent.restarts} restarts, {most}")
-        frozen_s = sum(fault.length_s for fault in plan.faults if fault.kind in ("freeze agent", "partition"))
+        still = ("freeze agent", "partition", "host stands still")
+        frozen_s = sum(fault.length_s for fault in plan.faults if fault.kind in still)
         if agent.told_to_stop_at is not None:
             took = agent.process.ended_at - agent.told_to_stop_at
             if took > GRACE_S + 10.0 + frozen_s:

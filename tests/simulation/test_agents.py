@@ -93,3 +93,32 @@ def test_what_a_lost_connection_had_sent_comes_after_what_the_next_one_says() ->
     ]
     assert sum(outcome.late_connections for outcome in outcomes) > 0
     assert {agent.restarts for outcome in outcomes for agent in outcome.agents} == {0}
+
+
+def test_a_host_that_is_there_again_is_met_however_slow_the_network_is() -> None:
+    """Its table had formed a group with a node that then gave up, before it had heard of it."""
+    slow = Fault("slow network", 0, at=3.0, length_s=20.0)
+    for seed in range(12, 20):
+        outcome = played(3, slow, Fault("kill agent", 0, at=4.6, length_s=3.0), seed=seed, steps=9)
+        assert [agent.code for agent in outcome.agents] == [-9, 0, 0, 0]
+
+
+def test_a_rank_that_hangs_on_its_way_out_is_not_waited_for_without_end() -> None:
+    """The other nodes waited for its node until they gave up."""
+    faults = Fault("kill agent", 1, at=3.1, length_s=0.5), Fault("deaf", 2, at=3.3, length_s=8.0)
+    outcome = played(3, *faults, save_s=0.01)
+    assert {agent.code for agent in outcome.agents} == {-9, 0}
+
+
+def test_a_node_whose_job_the_others_have_finished_says_so() -> None:
+    """Its own ranks had ended while a new table, on the host that was killed, formed a group without it."""
+    faults = Fault("kill node", 0, at=4.7, length_s=3.0), Fault("freeze worker", 1, at=5.1, length_s=8.0)
+    outcome = play(replace(QUIET, min_nodes=1, steps=9, step_s=0.5, save_s=0.01, after_s=3.0, faults=faults))
+    assert not outcome.wrong
+    assert [agent.code for agent in outcome.agents] == [-9, 0, 0]
+
+
+def test_an_agent_that_stands_still_twice_in_a_row_is_lost_like_one_that_does_so_for_long() -> None:
+    faults = Fault("freeze agent", 1, at=2.0, length_s=8.0), Fault("freeze agent", 1, at=9.5, length_s=8.0)
+    outcome = played(2, *faults, steps=3)
+    assert {agent.restarts for agent in outcome.agents} == {1}
