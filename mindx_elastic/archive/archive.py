@@ -167,13 +167,16 @@ class Archive:
             return  # there is a newer one, and little time
         began = time.monotonic()
         failed: list[Exception] = []
+        was_failing = True in self._failing
         outcome = self._guarded(
             lambda: self._tried(lambda: self._put(path, failed), PermissionError), f"step {step} is not there"
         )
         if outcome is None:
             return
         self._left.pop(path, None)
-        if outcome[1] == _TOO_LATE and not self._is_slow:
+        if outcome[1] == _TOO_LATE and was_failing:
+            self._failing.add(True)  # that was told, and nothing was uploaded
+        elif outcome[1] == _TOO_LATE and not self._is_slow:
             self._is_slow = True
             logger.warning(
                 "step %d of rank %d is not in %s: its file was deleted before its turn came, because uploads take "

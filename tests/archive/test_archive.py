@@ -138,6 +138,7 @@ def test_a_file_that_is_deleted_while_its_upload_fails_is_not_told_as_a_slow_upl
         assert header.info is not None
         upload(archive, path, step)
         archive.drop(header.info.moment, header.digest)
+        upload(archive, tmp_path / "a-1_0.safetensors", 0)  # which waited meanwhile, and is not there any more
     archive.finish(None)
     assert "longer than the time between two saves" not in caplog.text
     assert caplog.text.count("the network is gone") == 1
