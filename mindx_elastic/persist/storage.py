@@ -63,7 +63,6 @@ _MOMENTARY = (
 )
 """Errors of a rename that may be gone at the next try. EACCES and EPERM: a file that another machine has open over
 CIFS."""
-_NO_OTHER_WAY = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
 _PAUSES_S = (0.05, 0.2, 0.5)
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
@@ -276,11 +275,12 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
 
 def keep_as(path: Path, second: Path) -> None:
     """Make the file `path` appear under the name `second` too, durably, replacing what was there, before `path` is
-    replaced: a power cut may leave the later one of two new names, and not the earlier one."""
+    replaced: a power cut may leave the later one of two new names, and not the earlier one. A move could lose both
+    names in one, so it is for file systems without hard links only."""
     try:
         _link_over(path, second)
     except OSError as error:
-        if error.errno in _NO_OTHER_WAY:
+        if error.errno not in _NO_HARD_LINKS:
             raise
         publish(path, second)  # until the new file is there, the old one has its second name only
     fsync_dir(second.parent)
@@ -324,7 +324,7 @@ def _link_over(source: Path, target: Path) -> None:
     temp = temp_name(target)
     os.link(source, temp, follow_symlinks=False)
     try:
-        os.rename(temp, target)
+        publish(temp, target)
     finally:
         # rename() of two links to one file does nothing at all, and leaves the source
         temp.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.simulation.files import Plan, play
 from tests.simulation.schedules import Fault
 
@@ -12,6 +14,18 @@ def test_a_file_with_an_older_step_has_its_second_name_durably_before_the_newer_
         for seed in range(6):
             plan = Plan(seed, 2, (1, 2), keep=2, is_one_name=True, faults=(Fault("power cut", at=at),))
             assert not play(plan).wrong
+
+
+def test_an_older_file_whose_second_name_is_refused_keeps_its_first_one() -> None:
+    """It was moved, and a power cut may keep of a move that the first name is gone, and not the second one."""
+    plans = [
+        Plan(1, 1, (1, 2, 3), keep=2, is_one_name=True, faults=(Fault("broken", at=at), Fault("power cut", at=cut)))
+        for at in range(28, 36)
+        for cut in range(at + 1, at + 5)
+    ]
+    outcomes = [play(replace(each, seed=seed)) for each in plans for seed in range(4)]
+    assert not [outcome.wrong for outcome in outcomes if outcome.wrong]
+    assert {outcome.found for outcome in outcomes} == {2, 3}
 
 
 def test_a_disk_that_lies_loses_steps_and_tears_files_that_are_told_from_whole_ones() -> None:
