@@ -186,7 +186,9 @@ class Table:
         known = self.find(who.incarnation)
         if refused := self._refusal(who):
             over = EXIT_USAGE if self.of_agents and not who.job else None  # each start of that command is refused
-            return messages.Refused(refused, over=over if self.outcome is None else self.outcome.code)
+            if self.outcome is not None and not self._is_of_another_job(who):
+                over = self.outcome.code
+            return messages.Refused(refused, over=over)
         if known is not None and known.state is ProcessState.DEAD and self.of_agents:
             self._move(known, ProcessState.TRAINING)
             self._wait_for(known, now)
@@ -330,8 +332,17 @@ class Table:
 
     # --- who comes in ---
 
+    def _is_of_another_job(self, who: Register) -> bool:
+        """Then it is not told how this one has ended: it would take that for its own end."""
+        return self.of_agents and who.run_id != self._run_id
+
     def _refusal(self, who: Register) -> str:
         """Why this process cannot come in, whatever the place; empty: nothing speaks against it."""
+        if self._is_of_another_job(who):
+            return (
+                f"--rdzv-id {who.run_id}, but the job that meets here has another one: give all its nodes the "
+                "same, and another job a port of its own"
+            )
         if self.outcome is not None:
             return f"the job is over: {self.outcome.why or 'its training is finished'}"
         if who.job not in ("", self.job):
@@ -342,11 +353,6 @@ class Table:
                 "first one. Start it with the same MS_RECOVERY_PATH"
             )
         if self.of_agents:
-            if who.run_id != self._run_id:
-                return (
-                    f"--rdzv-id {who.run_id}, but the job that meets here has another one: give all its nodes the "
-                    "same, and another job a port of its own"
-                )
             if who.node_id.isdecimal() and int(who.node_id) >= self.size:
                 return f"--node-rank {who.node_id}, and --nnodes {self.size} where the nodes meet"
             return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.alarm.exit_codes import EXIT_USAGE
 from mindx_elastic.cluster.messages import Dead, Farewell, Identity, Refused, Register, Welcome, as_json
 from mindx_elastic.cluster.table import Limits, Table
 from mindx_elastic.core.fields import read
@@ -50,6 +51,17 @@ def told(table: Table, op: str) -> list[tuple[int, dict[str, Any]]]:
     found = [(int(incarnation), as_json(message)) for incarnation, message in table.outbox]
     table.outbox.clear()
     return [each for each in found if each[1]["op"] == op]
+
+
+def test_an_agent_of_another_job_is_not_told_how_this_one_has_ended() -> None:
+    """It would leave with the same code."""
+    table = Table(1, least=1, run_id="one", job="job", recovery=True, limits=LIMITS, now=0.0)
+    form(table, [who(1, size=0, run_id="one")])
+    table.leave(f"{1:032d}", Farewell("done", 0, ""), 1.0)
+    assert table.outcome is not None and table.outcome.code == 0
+    assert answer(table, who(2, size=0, run_id="one"), 2.0)["over"] == 0
+    other = answer(table, who(3, size=0, run_id="other"), 2.0)
+    assert "--rdzv-id other" in other["why"] and other["over"] == EXIT_USAGE
 
 
 def test_the_ranks_of_all_members_are_compared_once_all_are_known() -> None:
