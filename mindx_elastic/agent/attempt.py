@@ -115,6 +115,9 @@ class Attempt:
         while self.workers.live or self._waits_for_new_process():
             self._step()
         membership = self._context.membership
+        if self.stop is None and self._recovery is not None and self._recovery.has_failed:
+            self.stop = StopKind.FAILURE  # all have left before the next look
+            self._note_recovery_failure(self._recovery)
         ending = conclude(self.workers.exits, self.stop, signum=self._signum, cause=self._cause, rank=self._cause_rank)
         if self._recovery is not None:
             self._recovery.close(is_stopped=ending.outcome == "stopped")
@@ -285,15 +288,18 @@ class Attempt:
             return
         phase = self._recovery.look()
         if phase is Phase.FALLBACK:
-            self._otherwise = self._recovery.cause
             self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
-            self.failed_at, self.noticed_at = self._recovery.moments
+            self._note_recovery_failure(self._recovery)
             if self._recovery.must_kill:
                 for rank in list(self.workers.live):
                     self.workers.kill(rank)
         elif phase is not Phase.RUN or not self._recovery.look_at_first_step(self.workers.statuses()):
             self._looks_at_recovery = True
             self._after(LOOK_S, self._look_at_recovery)
+
+    def _note_recovery_failure(self, recovery: Recovery) -> None:
+        self._otherwise = recovery.cause
+        self.failed_at, self.noticed_at = recovery.moments
 
     def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
         states = {rank: process_state(status.pid) for rank, status in statuses.items()}

@@ -86,6 +86,11 @@ class Recovery:
         return self._machine.phase in (Phase.CUT, Phase.AGREED)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the last one has come to nothing, as far as is known without a look at the board."""
+        return self._now is not None and self._machine.phase is Phase.FALLBACK
+
+    @property
     def reason(self) -> str:
         """Why the last one has come to nothing."""
         return self._machine.reason

@@ -96,3 +96,15 @@ def test_two_deaths_that_are_seen_after_the_time_of_a_recovery_are_told_of_once(
     for at in (2.61, 2.65, 2.7, 2.75):
         outcome = played(replace(QUIET, workers=4), *deaths, Fault("freeze agent", at=at, length_s=8.0))
         assert recoveries_of(outcome) == ["restart"]
+
+
+def test_ranks_that_leave_as_soon_as_a_recovery_is_refused_are_started_again() -> None:
+    """All were cut off in an update. The agent had heard of the refusal by the end of the new process, and took the
+    ends of the others, before its next look, for a stop."""
+    plan = replace(
+        QUIET, seed=5009871, workers=4, steps=8, step_s=0.6, start_s=0.1, save_s=0.3, after_s=1.0,
+        enters_at_once=False, update_s=0.3, has_late_collective=True,
+    )  # fmt: skip
+    outcome = played(plan, Fault("kill worker", 0, 1, at=0.621))
+    assert recoveries_of(outcome) == ["restart"]
+    assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)]
