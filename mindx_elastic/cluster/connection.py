@@ -236,7 +236,14 @@ class TableConnection:
         process = messages.Identity(host=socket.gethostname(), pid=os.getpid(), space=own_space())
         self._is_changed = False
         line.send(
-            Register(process=process, node_id=self.node_id, incarnation=self.incarnation, job=self.job, **self._facts)
+            Register(
+                process=process,
+                node_id=self.node_id,
+                incarnation=self.incarnation,
+                job=self.job,
+                generation=-1 if self.group is None else self.group.generation,
+                **self._facts,
+            )
         )
 
     def _speak(self, line: Line, now: float) -> None:

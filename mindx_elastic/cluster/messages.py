@@ -107,6 +107,8 @@ class Register:
     """How many it has counted."""
     why: Why = ""
     """What has ended its part of the group before."""
+    generation: Generation = -1
+    """Of the group that it is in."""
     has_finished: bool = False
     """Its ranks have, and it waits for the others' end."""
 

@@ -192,6 +192,11 @@ class Table:
         if known is not None and known.state is ProcessState.DEAD and self.of_agents:
             self._move(known, ProcessState.TRAINING)
             self._wait_for(known, now)
+        if known is not None and known.state is ProcessState.WAITING and who.generation >= 0 and not self.of_agents:
+            # The disk has lied: the others are held for dead, and the next group would have the number of this one.
+            why = "this scheduler has an older table, without the group that it is in"
+            self.die(who.incarnation, why, now)
+            return messages.Dead(f"this process is held for dead: {why}")
         if known is not None and self.hear(who.incarnation, now):
             known.said = who if self.of_agents else known.said
             if who.has_finished and known.state is ProcessState.TRAINING:

@@ -264,3 +264,19 @@ def test_an_agent_that_comes_back_after_all_were_held_for_dead_is_missed_when_it
     assert table.places.num_living == 2
     table.tick(2 * late)
     assert table.places.num_living == 0
+
+
+def test_a_member_of_a_group_that_an_older_table_does_not_know_starts_over() -> None:
+    """The next group would have the number of its own, and its store: two processes would be one rank."""
+    one, other = who(1), who(2)
+    table = new_table()
+    form(table, [one])
+    lied = table.to_json()
+    form(table, [other])
+    assert table.generation == 0
+    again = Table.from_json(lied, recovery=True, limits=LIMITS, now=1.0)
+    assert answer(again, replace(one, job="job", generation=0), 1.0)["op"] == "dead"
+    form(again, [who(3)], 2.0)
+    assert again.generation == -1, "it waits for another process"
+    form(again, [who(4)], 3.0)
+    assert again.generation == 0

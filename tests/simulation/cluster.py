@@ -272,7 +272,8 @@ class _Worker(Process):
 
     def _train(self, connection: SchedulerConnection, end: WorkerEnd, group: Group) -> None:
         job, world, plan = self.job, self.job.world, self.job.plan
-        name, rank = (connection.job, group.generation), group.rank
+        # A scheduler that has forgotten some counts their generations again, with other stores.
+        name, rank = (connection.job, group.generation, group.port if plan.forgets else 0), group.rank
         meeting, self.rank = job.meet(name, group), rank
         self.meeting = meeting
         if meeting.host is None or not meeting.host.is_alive:
@@ -427,7 +428,7 @@ class _Job:
         self.disk, self.disk_s, self.disk_is_full = "", 0.002, False
         self.lock: Process | None = None
         self.stores: dict[tuple[str, int], _Worker] = {}
-        self.meetings: dict[tuple[str, int], _Meeting] = {}
+        self.meetings: dict[tuple[str, int, int], _Meeting] = {}
         self.ranks: dict[tuple[str, str], int] = {}
         self.boundary = 0
         self.finished: set[int] = set()
@@ -458,7 +459,7 @@ class _Job:
             formation_s=_FORMATION_S,
         )
 
-    def meet(self, name: tuple[str, int], group: Group) -> _Meeting:
+    def meet(self, name: tuple[str, int, int], group: Group) -> _Meeting:
         host = self.stores.get((group.host, group.port))
         return self.meetings.setdefault(name, _Meeting(group.size, host, Topic(self.world)))
 

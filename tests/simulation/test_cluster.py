@@ -23,7 +23,7 @@ def test_every_kind_of_fault_strikes_and_clusters_end_as_they_do_in_life() -> No
     struck = {kind for outcome in outcomes for kind in outcome.job.struck}
     assert len(struck) > 10 and {"kill", "freeze", "cut off", "kill scheduler", "full disk", "twice"} <= struck
     assert {outcome.job.scheduler_code for outcome in outcomes} >= {0, 1}
-    assert max(generation for outcome in outcomes for _, generation in outcome.job.meetings) >= 1
+    assert max(generation for outcome in outcomes for _, generation, _ in outcome.job.meetings) >= 1
 
 
 def plan(*faults: Fault, size: int = 2, recovery: bool = True) -> Plan:
@@ -132,3 +132,9 @@ def test_a_scheduler_whose_disk_has_lied_goes_on_from_an_older_table_or_ends_the
     outcomes = [play(plan(Fault("lying disk", 0, length_s=after_s, on=("write", 2)))) for after_s in (0.5, 1.0, 3.0)]
     assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
     assert all("older table" in outcome.job.struck for outcome in outcomes)
+
+
+def test_no_group_has_two_processes_of_one_rank_after_a_scheduler_has_forgotten_it() -> None:
+    """One of its members was still waiting in the older table."""
+    outcome = play(plan_of(5006030))
+    assert not outcome.wrong and "older table" in outcome.job.struck
