@@ -27,7 +27,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.core.printable import printable
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.ready_thread import ReadyThread, ThreadTask
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, looks_ours
@@ -413,6 +413,12 @@ class Archive:
         whole = [name for path, name in sorted(names.items()) if path + MARKER in found]
         if tells and names and not whole:
             logger.warning("%s has %d files, and none was uploaded to its end: they do not count", self.url, len(names))
+        if tells and len(runs := sorted({name.run_id for name in whole})) > 1:
+            logger.warning(
+                "%s has files of %d runs (%s): a start with an empty directory goes on from the newest step, whichever "
+                "run it is of. Give each job an archive of its own",
+                *(self.url, len(runs), listed([printable(run, 60) for run in runs], 2)),
+            )
         return whole
 
 

@@ -324,3 +324,14 @@ def test_a_file_that_another_rank_deletes_while_a_start_looks_is_not_there(
 
     monkeypatch.setattr(archive, "_finished", list_and_lose)
     assert steps(archive) == [2]
+
+
+def test_files_of_several_runs_are_told(
+    tmp_path: Path, opened: Callable[..., Archive], caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = opened()
+    for number, run in enumerate(("one", "one", "other"), 1):
+        upload(archive, write(tmp_path / f"{run}-1_{number}.safetensors", step=number, run_id=run), number)
+    assert steps(archive) == [1, 2, 3]
+    (told,) = (record.message for record in caplog.records if "runs" in record.message)
+    assert "files of 2 runs (one, other)" in told

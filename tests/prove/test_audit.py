@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ def living_job(folder: Path, kind: str = "network", ranks: int = 1, every: int =
     with start_agent("audited.py", kind, folder / "ckpt", ranks=ranks, options=options, under=["env"], **place) as job:
         job.wait_for("TRAINS")
         yield job
+        job.signal_launcher(signal.SIGTERM)  # a job that is killed leaves its memory
+        job.expect(143)
 
 
 def audit(folder: Path, code: int, *words: object) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def test_a_bit_that_flips_in_the_job_is_found_and_named(
     assert any("weight" in each["what"] for each in found["unlike"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("fault", "code", "outcome", "reason"),
     [
