@@ -29,6 +29,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -434,6 +435,7 @@ class Job:
         world, system = self.world, self.system
         nothing = lambda *_, **__: None  # noqa: E731
         with ExitStack() as stack:
+            stack.enter_context(patch.dict(os.environ, MINDX_ZYGOTE="0"))  # and the agents' own variables go again
             stack.enter_context(quiet())
             stack.enter_context(world.replaced(system.stand_ins, prefixes=self.modules))
             stand_ins: dict[Any, dict[str, Any]] = {
