@@ -17,8 +17,9 @@ Promises, which ``tests/simulation/cluster.py`` and ``agents.py`` play thousands
   by name.
 * A place has at most one living process. A second one is refused until the first one's heartbeat has run out, or its
   death is seen.
-* The table that `to_json` gives after any event, read back by a new scheduler, keeps both promises. One that knows
-  nothing forms the next group of the agents that come; the one that trains meanwhile it does not know.
+* The table that `to_json` gives after any event, read back by a new scheduler, keeps both promises. An older one (the
+  disk has lied) keeps the ranks that it knows. One that knows nothing forms the next group of the agents that come; the
+  one that trains meanwhile it does not know.
 
 Each event method changes the table and puts what is to be told into `outbox`. The caller writes the table down before
 it delivers that, so that a process knows nothing which a scheduler that is started again does not know.

@@ -500,6 +500,7 @@ class Job:
                 worker.hangs = True
             case "deaf" if worker is not None:
                 worker.is_deaf = True
+                self._clear(agent)
             case "freeze worker" if worker is not None:
                 worker.process.freeze(fault.length_s)
             case "freeze agent":
@@ -514,9 +515,8 @@ class Job:
                     world.at(until, lambda: self._come_back(node))
             case "lose host" if self.host is not None:
                 self.host.kill()
-                hosting = (each.agents[-1] for each in self.nodes if each.agents[-1].process is self.host)
-                for deaf in (worker for each in hosting for worker in each.workers if worker.is_deaf):
-                    deaf.process.kill()  # it does not hear its agent's death, and goes with the machine
+                for each in self.nodes:
+                    self._clear(each.agents[-1])
             case "reset":
                 self.network.reset(f"node{node.number}")
             case "old connection":
@@ -562,6 +562,12 @@ class Job:
             safe = (WorkerPhase.TRAINING, WorkerPhase.STOPPING)
             return not statuses or any(s is None or s.phase not in safe for s in statuses)
         return fault.kind not in _HARMLESS
+
+    def _clear(self, agent: Agent) -> None:
+        """Of a host that is lost: a deaf worker does not hear its agent's death, and goes with the machine."""
+        for worker in agent.workers if agent.process is self.host and not agent.process.is_alive else ():
+            if worker.is_deaf:
+                worker.process.kill()
 
     def tell_to_stop(self, node: Node) -> None:
         agent = node.agents[-1]

@@ -7,7 +7,7 @@ of the table, the training with its collectives and its guard, ``exec``, and a p
 What must hold in every schedule:
 
 * A rank of a generation is trained by one process, in a group of all ranks of that generation.
-* A node id keeps its rank, whatever dies.
+* A node id keeps its rank, whatever dies. After a disk has lied, the rank that the older table knows.
 * Every process ends, within bounded time after the last fault. The scheduler's 0 means that every worker has finished.
 
 and, as `Plan.expects_finish` and `Plan.is_gentle` say:
@@ -23,7 +23,7 @@ import json
 import logging
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -280,10 +280,8 @@ class _Worker(Process):
             raise RuntimeError("Connection refused")
         job.check(meeting.ranks.setdefault(rank, self) is self, f"two processes are rank {rank} of {name}")
         job.check(group.size == plan.size, f"a group of {group.size}")
-        job.check(
-            job.ranks.setdefault((connection.job, connection.node_id), rank) == rank,
-            f"node id {connection.node_id} was rank {job.ranks[connection.job, connection.node_id]}, and is {rank}",
-        )
+        if not plan.forgets:  # else a group that is heard late may be of a table that was lost since
+            job.keep_rank(connection.job, connection.node_id, rank)
         self.on_end.append(lambda: meeting.tell_of_death(self))
         world.sleep(world.random.uniform(0.0, 0.3))
         meeting.topic.tell()
@@ -394,13 +392,14 @@ class _TableFile:
     def damaged(self, why: str) -> UsageError:
         return UsageError(f"not the table of a scheduler ({why})")
 
-    def write(self, content: object) -> None:
+    def write(self, content: Mapping[str, Any]) -> None:
         job = self._job
         job.event("write begins")
         job.world.sleep(job.disk_s * job.world.random.random())
         if job.disk_is_full:
             raise SaveError("no space left on device")
         job.disk = json.dumps(content)
+        job.keep_ranks(content)
         job.event("write")
 
     def close(self) -> None:
@@ -430,6 +429,7 @@ class _Job:
         self.stores: dict[tuple[str, int], _Worker] = {}
         self.meetings: dict[tuple[str, int, int], _Meeting] = {}
         self.ranks: dict[tuple[str, str], int] = {}
+        """By job and node id: those that a table has had, or a worker was told."""
         self.boundary = 0
         self.finished: set[int] = set()
         self.is_calm = False
@@ -443,6 +443,15 @@ class _Job:
     def check(self, holds: bool, text: str) -> None:
         if not holds and text not in self.wrong:
             self.wrong.append(text)
+
+    def keep_rank(self, job: str, node_id: str, rank: int) -> None:
+        known = self.ranks.setdefault((job, node_id), rank)
+        self.check(known == rank, f"node id {node_id} was rank {known}, and is {rank}")
+
+    def keep_ranks(self, table: Mapping[str, Any]) -> None:
+        for place in table["places"]:
+            if place["rank"] is not None:
+                self.keep_rank(table["job"], place["node_id"], place["rank"])
 
     def settings(self, role: str, node_id: str) -> ClusterSettings:
         plan = self.plan
@@ -605,6 +614,9 @@ class _Job:
             self.struck.append("older table" if flushed != self.disk else "same table")
             self.network.vanish(self.scheduler, _NOTICED_S)
             self.disk = flushed
+            self.ranks.clear()  # what no disk has kept is given anew
+            if flushed:
+                self.keep_ranks(json.loads(flushed))
             self.world.at(self.world.now + _NOTICED_S, self._start_scheduler_again)
 
     def _talk(self, length_s: float) -> int:

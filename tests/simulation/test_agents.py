@@ -122,3 +122,11 @@ def test_an_agent_that_stands_still_twice_in_a_row_is_lost_like_one_that_does_so
     faults = Fault("freeze agent", 1, at=2.0, length_s=8.0), Fault("freeze agent", 1, at=9.5, length_s=8.0)
     outcome = played(2, *faults, steps=3)
     assert {agent.restarts for agent in outcome.agents} == {1}
+
+
+def test_a_rank_that_becomes_deaf_when_its_agent_is_lost_goes_with_the_machine() -> None:
+    """Nothing on that machine sees it."""
+    faults = Fault("deaf", 0, 1, at=3.1), Fault("lose host", 1, at=3.1)
+    for seed in range(5):
+        outcome = played(2, *faults, seed=seed, workers=2, hears_connections=False)
+        assert outcome.agents[0].code == -9

@@ -138,3 +138,10 @@ def test_no_group_has_two_processes_of_one_rank_after_a_scheduler_has_forgotten_
     """One of its members was still waiting in the older table."""
     outcome = play(plan_of(5006030))
     assert not outcome.wrong and "older table" in outcome.job.struck
+
+
+def test_a_rank_that_no_older_table_has_kept_is_given_anew() -> None:
+    """The group was formed after the disk began to lie, and one of its processes had died."""
+    outcome = play(plan_of(5011290))
+    assert not outcome.wrong and "older table" in outcome.job.struck
+    assert len(outcome.job.meetings) == 2
