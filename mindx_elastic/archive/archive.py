@@ -109,7 +109,14 @@ class Archive:
         self._closed = threading.Event()
         self._newest = -1
         self._left: dict[Path, int] = {}
-        """What is still to be uploaded, with its step."""
+        """What of the newest step is still to be uploaded."""
+        self._stride = 1
+        """One of as many steps is uploaded: 1, 2, 4... Whoever has a larger one leaves out what others upload, and has
+        nothing that they leave out: so there are steps of all ranks, whatever the speed of each."""
+        self._waiting: set[int] = set()
+        """Steps to upload whose turn has not come."""
+        self._due, self._due_at, self._took_s = -1, 0.0, 0.0
+        """The newest step to upload, when it came, and how long the last upload took."""
         self._doomed: dict[tuple[Moment, str], None] = {}
         """What may go once the archive has a newer step of all ranks."""
 
@@ -119,9 +126,39 @@ class Archive:
         """Upload the durable file `path`, in the background."""
         if self._unread or self._closed.is_set() or self._place(path) is None:
             return None
+        if step > self._newest:
+            self._left.clear()
         self._newest = max(self._newest, step)
-        self._left[path] = step
+        if step == self._newest:
+            self._left[path] = step
+        self._keep_up(step)
         return self._sender.submit(lambda: self._upload(path, step))
+
+    def _is_chosen(self, step: int) -> bool:
+        """Whether it is one of those to upload: by its number alone, so that all ranks choose alike."""
+        return xxhash.xxh3_64_intdigest(str(step).encode()) % self._stride == 0
+
+    def _keep_up(self, step: int) -> None:
+        """A file of `step` is to be uploaded: leave out more steps where uploads are slower than the saves, and fewer
+        where they would be twice as fast."""
+        if not self._is_chosen(step):
+            return
+        now = time.monotonic()
+        if self._waiting - {step}:
+            if True not in self._failing:
+                self._stride *= 2
+                if not self._is_slow:
+                    self._is_slow = True
+                    logger.warning(
+                        "%s: uploads take longer than the time between two saves. Steps are left out, the same on all "
+                        "ranks, but for the last one; save less often to have all",
+                        self.url,
+                    )
+        elif step > self._due and self._stride > 1 and 4 * self._took_s < now - self._due_at:
+            self._stride //= 2
+        if step > self._due:
+            self._due, self._due_at = step, now
+        self._waiting.add(step)
 
     def deliver(self, path: Path, step: int, time_left_s: float) -> None:
         """Upload `path`, the last file of this process, before all that waits; half of the time may go into it here.
@@ -146,13 +183,12 @@ class Archive:
         self._is_settled, self._hurried = True, self._hurried or timeout_s is not None
         left_s = _DRAIN_S if timeout_s is None else timeout_s - max(1.0, timeout_s / 10)
         if self._left and left_s > 0:
-            self._sender.submit(lambda: None).done.wait(left_s)
-        lost = [step for step in self._left.values() if step == self._newest]
-        if lost:
+            self._sender.submit(self._upload_rest).done.wait(left_s)
+        if self._left:
             logger.warning(
                 "step %d of rank %d is not in %s: %s. It is on this machine's disk; a start here goes on from it and "
                 "uploads it, a start elsewhere has an older step",
-                *(lost[0], self._ranks.rank, self.url),
+                *(self._newest, self._ranks.rank, self.url),
                 "it could not be uploaded" if True in self._failing else "the time was up",
             )
 
@@ -162,9 +198,16 @@ class Archive:
         for thread in (self._sender, *self._readers):
             thread.close(0.5)
 
+    def _upload_rest(self) -> None:
+        """The newest step may have been left out, or have failed."""
+        self._hurried = True
+        for path, step in list(self._left.items()):
+            self._upload(path, step)
+
     def _upload(self, path: Path, step: int) -> None:
-        if self._hurried and step < self._newest:
-            return  # there is a newer one, and little time
+        self._waiting.discard(step)
+        if step < self._newest if self._hurried else not self._is_chosen(step):
+            return
         began = time.monotonic()
         failed: list[Exception] = []
         was_failing = True in self._failing
@@ -176,16 +219,10 @@ class Archive:
         self._left.pop(path, None)
         if outcome[1] == _TOO_LATE and was_failing:
             self._failing.add(True)  # that was told, and nothing was uploaded
-        elif outcome[1] == _TOO_LATE and not self._is_slow:
-            self._is_slow = True
-            logger.warning(
-                "step %d of rank %d is not in %s: its file was deleted before its turn came, because uploads take "
-                "longer than the time between two saves. Save less often, or keep more files (keep_checkpoint_max)",
-                *(step, self._ranks.rank, self.url),
-            )
+        self._took_s = time.monotonic() - began
         if self._events is not None and not self._closed.is_set():
             nbytes, text = outcome
-            took = time.monotonic() - began
+            took = self._took_s
             self._events.emit("archive", step=step, nbytes=nbytes, duration_s=took, outcome=text, path=str(path))
         self._guarded(self._prune, "old files are not deleted", uploads=False)
 

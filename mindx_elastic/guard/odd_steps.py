@@ -76,7 +76,7 @@ class OddStepWatch:
             raise self.left
         if scalars.get("loss") is None:
             raise UsageError(f"{self._wanted} looks at each step's loss: write guard.step_end(loss=loss)")
-        odd = [f"{name} {value}" for name in self._names if (value := _odd_value(scalars.get(name))) is not None]
+        odd = [f"{name} {value}" for name in self._names if (value := _odd_value(name, scalars.get(name))) is not None]
         is_again = self._again is not None and self._again.step == step
         if odd and not (self._is_own or is_again or self._comes_of_own(step, ", ".join(odd))):
             self._go_back(step, ", ".join(odd))
@@ -151,10 +151,17 @@ class OddStepWatch:
         write_whole(self._path, OddSteps(self._steps[-_MOST_KEPT:]).as_json())
 
 
-def _odd_value(value: Any) -> float | None:
-    """The value, if it is no number or infinite; of several the first such one."""
+def _odd_value(name: str, value: Any) -> float | None:
+    """The value, if it is no number or infinite; of several the first such one. Raises UsageError."""
     if value is None:
         return None
-    found = torch.as_tensor(value).detach().flatten()
+    try:
+        found = torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"guard.step_end({name}=...) has got a {type(value).__name__}, in which odd= cannot look for what is no "
+            "number: give a number or a tensor, the sum of several losses"
+        ) from error
+    found = found.detach().flatten().double()  # of 8-bit types torch does not say which are finite
     is_finite = torch.isfinite(found)
     return None if bool(is_finite.all()) else found[~is_finite][0].item()

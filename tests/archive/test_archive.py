@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -335,3 +336,54 @@ def test_files_of_several_runs_are_told(
     assert steps(archive) == [1, 2, 3]
     (told,) = (record.message for record in caplog.records if "runs" in record.message)
     assert "files of 2 runs (one, other)" in told
+
+
+def test_ranks_whose_uploads_are_slower_than_the_saves_leave_out_the_same_steps(
+    tmp_path: Path, opened: Callable[..., Archive], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An upload of rank 0 takes three saves, one of rank 1 seven; two files are kept on disk."""
+    takes = {0: 3.0, 1: 7.0}
+    archives = {rank: opened(rank, 2) for rank in takes}
+    tasks = []
+    ends = dict.fromkeys(takes, 0.0)  # of the upload under way, counted in saves
+    now, changed = 0.0, threading.Condition()
+
+    def slow(put: Callable[[], None], path: str) -> None:
+        rank = int(path.rpartition("-of-")[0].rpartition("/")[2])
+        with changed:
+            ends[rank] = max(now, ends[rank]) + takes[rank]
+            assert changed.wait_for(lambda: now >= ends[rank], 60)
+        put()
+
+    def save(step: int) -> None:
+        for rank, archive in archives.items():
+            folder = tmp_path / f"rank_{rank}"
+            path = write(folder / f"a-1_{step}.safetensors", rank=rank, world_size=2, step=step)
+            tasks.append((rank, archive.submit(path, step)))
+            (folder / f"a-1_{step - 2}.safetensors").unlink(missing_ok=True)
+
+    def settle() -> None:
+        """All that can go on until now has done so."""
+        for rank, task in tasks:
+            while task is not None and not task.done.wait(0.005) and ends[rank] <= now:
+                pass
+
+    Faulty.fault = slow
+    last = 80
+    for step in range(1, last + 1):
+        save(step)
+        settle()
+        with changed:
+            now = float(step)
+            changed.notify_all()
+        settle()
+    with changed:
+        now = math.inf
+        changed.notify_all()
+    for archive in archives.values():
+        archive.finish(None)
+    found = [entry.info for archive in archives.values() for _, entry in archive.look() if entry.info is not None]
+    of_each = [{info.step for info in found if info.rank == rank} for rank in takes]
+    assert last in of_each[0] & of_each[1]
+    assert len(of_each[1]) >= 8 and len(of_each[1] - of_each[0]) <= 3, of_each
+    assert caplog.text.count("Steps are left out") == 2

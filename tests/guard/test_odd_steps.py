@@ -62,8 +62,9 @@ def verdicts(folder: Path) -> list[tuple[int, str]]:
         {"loss": np.float32(NAN)},
         {"grad_norm": torch.tensor(NAN)},
         {"loss": torch.tensor(NAN, dtype=torch.bfloat16, requires_grad=True)},
+        {"loss": torch.tensor(NAN).to(torch.float8_e4m3fn)},
     ],
-    ids=["nan", "infinite", "tensor", "numpy", "gradient norm", "bfloat16"],
+    ids=["nan", "infinite", "tensor", "numpy", "gradient norm", "bfloat16", "float8"],
 )
 def test_a_step_that_is_odd_once_is_made_again(
     tmp_path: Path, odd: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -193,6 +194,11 @@ def test_without_shared_memory_or_a_loss_it_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setenv("MINDX_ARENA_DIR", "none")
     with pytest.raises(UsageError, match="needs a snapshot of each"):
         Run(tmp_path / "b", {})
+
+
+def test_a_loss_that_is_no_number_of_any_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"step_end\(loss=...\) has got a dict.*the sum of several losses"):
+        Run(tmp_path, {2: {"loss": {"a": 1.0}}})
 
 
 def test_a_layer_that_keeps_the_loop_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
