@@ -53,6 +53,13 @@ def verdicts(folder: Path) -> list[tuple[int, str]]:
     return [(each["step"], each["verdict"]) for each in content["steps"]]
 
 
+def note_of_rank_1(folder: Path, **said: Any) -> None:
+    """What another rank has noted in the first attempt of this run."""
+    event = json.loads((folder / "ckpt" / "events.jsonl").read_text().splitlines()[0])
+    step = {"run_id": event["run_id"], "attempt": 0, "rank": 1, "what": "loss nan", **said}
+    (folder / "ckpt" / "odd_steps_rank_1.json").write_text(json.dumps({"steps": [step]}))
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -114,11 +121,9 @@ def test_what_another_rank_has_found_out_of_the_step_before_counts(
 ) -> None:
     """Its gradients went into all weights."""
     Run(tmp_path, {}, steps=2)
-    (event, *_) = [json.loads(line) for line in (tmp_path / "ckpt" / "events.jsonl").read_text().splitlines()]
-    step = {"run_id": event["run_id"], "attempt": 0, "step": 3, "rank": 1, "what": "loss nan", "verdict": "own"}
-    (tmp_path / "ckpt" / "odd_steps_rank_1.json").write_text(json.dumps({"steps": [step]}))
+    note_of_rank_1(tmp_path, step=3, verdict="own")
     Run(tmp_path, {4: {"loss": NAN}, 5: {"loss": NAN}})
-    (tmp_path / "ckpt" / "odd_steps_rank_1.json").write_text(json.dumps({"steps": [{**step, "step": 2}]}))
+    note_of_rank_1(tmp_path, step=2, verdict="own")
     with pytest.raises(OddStepError):
         Run(tmp_path, {7: {"loss": NAN}}, steps=8)
 
@@ -128,9 +133,7 @@ def test_a_step_that_another_rank_had_made_again_is_not_made_again_by_this_one(
 ) -> None:
     """Where both are odd the one that is later at its boundary may be stopped before it has noted it."""
     Run(tmp_path, {}, steps=2)
-    (event, *_) = [json.loads(line) for line in (tmp_path / "ckpt" / "events.jsonl").read_text().splitlines()]
-    step = {"run_id": event["run_id"], "attempt": 0, "step": 3, "rank": 1, "what": "loss nan", "verdict": "open"}
-    (tmp_path / "ckpt" / "odd_steps_rank_1.json").write_text(json.dumps({"steps": [step]}))
+    note_of_rank_1(tmp_path, step=3, verdict="open")
     Run(tmp_path, {3: {"loss": NAN}, 4: {"loss": NAN}})
     assert "step 3 has been made again, and is odd on rank 0 (loss nan), too; the training goes on" in caplog.text
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint_files import flip_bit_in_data
-from tests.harness import events, run_command, run_job, start_job
+from tests.harness import events, run_command, run_job, start_job, wait_until
 from tests.system.conftest import Uninterrupted
 
 pytestmark = pytest.mark.slow
@@ -67,8 +66,7 @@ def kill_between_saves(folder: Path, ranks: int, env: dict[str, str], archive: P
     args = ("--save-every", 3, "--hold-at", 10)
     with start_job("loop.py", folder, *args, ranks=ranks, env=env) as job:
         job.wait_for("HOLD", ranks)
-        while len(whole(archive, 9)) < ranks:
-            time.sleep(0.01)
+        wait_until(lambda: len(whole(archive, 9)) == ranks, "step 9 of all ranks in the archive")
         for rank in range(ranks):
             job.signal_rank(rank, signal.SIGKILL)
 
