@@ -285,7 +285,8 @@ class Stopper(StopState):
         self.salvage(self.alarm, can_wait=False)
 
     def _wait_until_settled(self) -> None:
-        self.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_settled or self.finished, self.settings.grace_s)
 
     def on_exception(self, error: BaseException) -> None:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
@@ -317,9 +318,7 @@ class Stopper(StopState):
         boundary is saved and the process leaves as after any stop; the next start finds every epoch done and only
         does what is left.
         """
-        done = threading.Event()
-        self.watcher.post(done.set)  # after every signal that has arrived
-        done.wait(self.settings.agreement_s + 1.0)
+        self._let_watcher_act()  # on every signal that has arrived
         self._ending = True
         self.watcher.post(self.pauses.hear_end)
         if self._wants_out and self.phase is StopPhase.TRAINING:
@@ -334,6 +333,8 @@ class Stopper(StopState):
                 self._wait_until_settled()
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
                 self.wait_while(StopPhase.TRAINING, timeout_s=self.settings.agreement_s)
+        elif not self.is_settled:
+            self._let_watcher_act()  # on an alarm that came in this moment: the other ranks are to hear of it
         self.finish()
         if not self.finished and not self.is_settled:
             with self.update_gate.hold(GATE_S) as problem:
@@ -347,6 +348,11 @@ class Stopper(StopState):
         self._save_at_boundary(self.alarm)
         return True
 
+    def _let_watcher_act(self) -> None:
+        done = threading.Event()
+        self.watcher.post(done.set)
+        done.wait(self.settings.agreement_s + 1.0)
+
     def _why_no_pause(self) -> str | None:
         """See `Pauses`."""
         if self._ending or self.finished:
@@ -359,7 +365,9 @@ class Stopper(StopState):
 
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
-        self.finished = True
+        with self._changed:
+            self.finished = True
+            self._changed.notify_all()
         self._page.set(asked_code=-1)
         self.step_gate.open_until(None)
 

@@ -51,3 +51,20 @@ def test_a_thread_of_an_earlier_test_stays_in_the_real_world() -> None:
             seen: Any = vars(last_resort)["threading"]
             assert seen.main_thread() is None
             assert pool.submit(lambda: seen.main_thread().is_alive()).result()
+
+
+def test_an_alarm_in_the_moment_in_which_the_training_ends_reaches_all_ranks() -> None:
+    """The rank that had heard it saved and left, and the store with it, before the others were told: they left with 75,
+    as after a death."""
+    at_end = replace(plan_of(0), world_size=4, steps=4, step_s=0.1, update_s=0.01, save_s=0.001, window=1)
+    told = Fault("sigterm", 0, on=("end", 4))
+    outcomes = [play(replace(at_end, seed=seed, collectives="fails", faults=(told,))) for seed in range(300)]
+    assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
+    assert {rank.process.exit_code for outcome in outcomes for rank in outcome.ranks} == {143, 0}
+
+
+def test_a_rank_that_waits_for_its_stop_goes_on_when_all_have_finished() -> None:
+    """It waited for the whole grace period, and ended after its deadline."""
+    outcome = play(plan_of(9022972))
+    assert not outcome.wrong
+    assert {rank.process.exit_code for rank in outcome.ranks} == {0, -9}
