@@ -400,13 +400,13 @@ class Member:
 
     def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
         end = time.monotonic() + self._timeout_s
-        while (left := end - time.monotonic()) > 0:
-            if host is not None and host.is_stopping():  # also where all is there already
-                raise RejoinFailed("the job is being stopped")
+        while host is None or not host.is_stopping():  # also where all is there already
+            if (left := end - time.monotonic()) <= 0:
+                raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
             found = board.wait(keys, min(left, _WAIT_S))
             if found is not None:
                 return found
-        raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
+        raise RejoinFailed("the job is being stopped")
 
     # --- a new process ------------------------------------------------------------------------------------------------
 

@@ -108,3 +108,11 @@ def test_ranks_that_leave_as_soon_as_a_recovery_is_refused_are_started_again() -
     outcome = played(plan, Fault("kill worker", 0, 1, at=0.621))
     assert recoveries_of(outcome) == ["restart"]
     assert [(agent.code, agent.restarts) for agent in outcome.agents] == [(0, 1)]
+
+
+def test_a_stop_shortly_before_the_time_of_a_recovery_is_over_is_its_end() -> None:
+    """The ranks looked at it each half second, and said that others had not come."""
+    told = Fault("hang", 0, 2, at=2.4), Fault("kill worker", 0, 0, at=2.6), Fault("sigterm agent", at=5.4)
+    outcome = played(QUIET, *told)
+    assert recoveries_of(outcome) == ["stopped"]
+    assert any("reason rank 1: the job is being stopped" in text for _, text in outcome.story)
