@@ -13,11 +13,8 @@ from typing import Any, Protocol, cast
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.ports import ask
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.same_program import SameProgram
 
-__all__ = ["Observers", "Overlap", "Proof", "observers", "program"]
-
-program = SameProgram()  # as early as a guard can know: before the program has moved to another folder
+__all__ = ["Observers", "Overlap", "Proof", "observers"]
 
 
 class Proof(Protocol):

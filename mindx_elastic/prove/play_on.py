@@ -91,7 +91,7 @@ class Overlap:
         self.is_playing = self.is_at_tail = False
         self.scalars: Mapping[str, Any] = {}
         self._began, self._interrupts = 0.0, False
-        stopper.play_on, stopper.end_play = self._begin, self._end_for_signal
+        stopper.play_on, stopper.end_play = self._begin, self.end
         if proof is not None and not opening.evaluates:
             self._observer = proof
             proof.enter(stack, self._observed())
@@ -274,13 +274,9 @@ class Overlap:
         logger.info("in the step that is played on: %s", how)
         return self._stopper.exit()
 
-    def _end_for_signal(self, why: str) -> None:
-        """Watcher thread: a further signal was heard in a stop."""
-        self._rehearsal.is_called_off = True
-        self.end(why)
-
     def end(self, why: str) -> None:
-        """Watcher thread: the process leaves now. What the training thread waits in is interrupted."""
+        """Watcher thread: the process leaves now, for a further signal, or because no time is left. What the training
+        thread waits in is interrupted."""
         if not self.is_playing or self._stopper.is_coming_out:
             return
         logger.info("the step that is played on is left: %s", why)

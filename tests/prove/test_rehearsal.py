@@ -15,6 +15,7 @@ from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment
     [
         ({"resume": "never"}, {"MINDX_REHEARSE_EXIT": "1"}, 'it needs Guard(resume="auto")'),
         ({}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, "torchrun has no restart left for it"),
+        ({}, {}, "nothing is known to start the job again; use mindx-elastic run"),
         ({}, {"MINDX_REHEARSED": "3", "MINDX_REHEARSE_EXIT": "1"}, "was rehearsed at step 3, and goes on from step 0"),
     ],
 )
