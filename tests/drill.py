@@ -23,7 +23,6 @@ from pathlib import Path
 
 from mindx_elastic.drill.drill import GOOD, Drill, Driller, DrillResult
 from mindx_elastic.drill.faults import parse_fault
-from mindx_elastic.drill.outside import DrillLeftovers
 from mindx_elastic.prove.runs import Command, Runs
 
 HERE = Path(__file__).parent
@@ -72,7 +71,7 @@ SETTINGS = {
 
 def run_setting(name: str, number: int, seed: int, log: Path, timeout_s: float) -> Drill:
     """`number` faults by `seed`, and those of the setting."""
-    setting, drill, leftovers = SETTINGS[name], Drill(), DrillLeftovers()
+    setting, drill = SETTINGS[name], Drill()
     written = 0
     began = time.monotonic()
 
@@ -81,12 +80,10 @@ def run_setting(name: str, number: int, seed: int, log: Path, timeout_s: float) 
         written = write_lines(log, name, seed, drill.results, written)
 
     agent = None if setting.agent is None else ("--nproc-per-node", str(setting.ranks), *setting.agent)
-    runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s, on_end=leftovers.after_run)
+    runs = Runs(Command(script=setting.script, agent=agent), timeout_s=timeout_s)
     with runs:
-        leftovers.known |= runs.own_processes
         Driller(
             runs,
-            leftovers,
             faults=[parse_fault(text) for text in setting.faults],
             number=number,
             seed=seed,

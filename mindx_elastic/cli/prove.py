@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -48,6 +46,8 @@ _Keep = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
 ]
 
+_SCHEMA = 5
+"""Of the documents of ``--json``."""
 SCRIPT_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 _MARK = "--mindx-script--"  # stands between the agent's options and the script
 
@@ -92,19 +92,19 @@ class _ScriptOptions:
         _check(name, asked.script, asked.agent)
         return asked
 
-    @property
-    def words(self) -> list[str]:
-        """As a report names it."""
-        return [*self.agent, *(["--"] if self.agent else []), *self.script]
+    def document(self, result: ProofReport | Drill, seconds: float) -> dict[str, Any]:
+        """For ``--json``."""
+        command = [*self.agent, *(["--"] if self.agent else []), *self.script]
+        return {"schema": _SCHEMA, "command": command, "seconds": round(seconds, 1), **result.document}
 
     @contextmanager
-    def runs(self, **more: Any) -> Iterator[tuple[Runs, Callable[[int, int, str], None]]]:
-        """What makes the runs, with `more` options of it; and what shows how far they are. SIGTERM ends them and
-        removes their folders, as Ctrl-C does."""
+    def runs(self) -> Iterator[tuple[Runs, Callable[[int, int, str], None]]]:
+        """What makes the runs, and what shows how far they are. SIGTERM ends them and removes their folders, as Ctrl-C
+        does."""
         from mindx_elastic.prove.runs import Command, Runs
 
         command = Command(script=tuple(self.script), agent=tuple(self.agent) or None)
-        made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout, **more)
+        made = Runs(command, fresh=self.fresh, keep=self.keep, timeout_s=self.timeout)
         with answered_by(leave, (signal.SIGTERM, signal.SIGHUP)), _progress_of_runs() as show, made as runs:
             yield runs, show
 
@@ -146,10 +146,6 @@ def _proof_in_words(proof: ProofReport) -> str:
 def _check(command: str, script: Sequence[str], agent: Sequence[str]) -> None:
     if not script:
         fail(f'name the script after "--": mindx-elastic {command} -- train.py')
-    if script[0] == "-m" and len(script) < 2:
-        fail("-m needs the name of a module")
-    if script[0] == "-m" and PathFinder.find_spec(script[1].partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        fail(f"-m {script[1]}: no such module")
     if script[0] != "-m" and not os.path.isfile(script[0]):
         fail(f"{script[0]}: no such file")
     if agent and not agent[0].startswith("-"):
@@ -228,13 +224,12 @@ def prove_command(
     number = _number_of(stops)
     asked = _ScriptOptions.of("prove", ctx, fresh=fresh, timeout=timeout, keep=keep)
     began = time.monotonic()
-    from mindx_elastic.prove.proof import prove, to_json
+    from mindx_elastic.prove.proof import prove
 
     with asked.runs() as (runs, show_runs):
         proof = prove(runs, stops=number, steps=steps, seed=seed, show=show_runs)
     seconds = time.monotonic() - began
-    document = to_json(proof, command=asked.words, seconds=seconds)
-    show(document, as_json, lambda console, _: _print_proof(console, proof, asked, seconds))
+    show(asked.document(proof, seconds), as_json, lambda console, _: _print_proof(console, proof, asked, seconds))
     raise typer.Exit(proof.exit_code)
 
 
@@ -314,7 +309,7 @@ def drill_command(
     \b
     [bold]Exit code[/bold]
     0  every fault has happened, and every job was exact, or inexact as its own resume said
-    1  a fault did not happen; a job differs, failed, lost steps that can be kept, or left something after
+    1  a fault did not happen; a job differs, failed, or lost steps that can be kept
     2  wrong usage: no such fault, rank or step
     3  the script itself is not deterministic: two runs without a fault differ
     4  nothing could be compared: the script fails without a fault, is refused, or has no guard
@@ -327,7 +322,8 @@ def drill_command(
     mindx-elastic drill --random 50 --seed 1 --nproc-per-node 2 --recover in-place -- train.py
     """
     if list_faults:
-        _print_kinds(as_json)
+        for name, says in describe_kinds():
+            typer.echo(f"{name}\n    {says}")
         return
     began = time.monotonic()
     faults = [parse_fault(text) for text in fault or []]
@@ -337,35 +333,23 @@ def drill_command(
     for each in faults:
         if each.about.agent and not asked.agent:
             fail(f"--fault {each}: only under mindx-elastic run; give one of its options, such as --nproc-per-node 1")
-    from mindx_elastic.drill.drill import Drill, Driller, to_json
-    from mindx_elastic.drill.outside import DrillLeftovers
+    from mindx_elastic.drill.drill import Drill, Driller
 
-    drill, interrupted, leftovers = Drill(), None, DrillLeftovers()
+    drill, interrupted = Drill(), None
     try:
-        with asked.runs(on_end=leftovers.after_run) as (runs, show_runs):
-            leftovers.known |= runs.own_processes
+        with asked.runs() as (runs, show_runs):
             drawn: dict[str, Any] = {"number": random, "seed": seed, "steps": steps}
-            Driller(runs, leftovers, faults=faults, show=show_runs, into=drill, **drawn).drill()
+            Driller(runs, faults=faults, show=show_runs, into=drill, **drawn).drill()
     except (KeyboardInterrupt, SystemExit) as error:
         if not drill.results:
             raise
         interrupted = error
         drill.notes.append(f"interrupted: {len(drill.results)} faults were made, and no others")
     seconds = time.monotonic() - began
-    document = to_json(drill, command=asked.words, seconds=seconds)
-    show(document, as_json, lambda console, _: _print_drill(console, drill, asked, seconds))
+    show(asked.document(drill, seconds), as_json, lambda console, _: _print_drill(console, drill, asked, seconds))
     if interrupted is not None:
         raise interrupted
     raise typer.Exit(drill.exit_code)
-
-
-def _print_kinds(as_json: bool) -> None:
-    rows = describe_kinds()
-    if as_json:
-        typer.echo(json.dumps([{"fault": name, "says": says} for name, says in rows], indent=2))
-        return
-    for name, says in rows:
-        typer.echo(f"{name}\n    {says}")
 
 
 def _print_drill(console: Console, drill: Drill, asked: _ScriptOptions, seconds: float) -> None:

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.events import EVENTS_FILE, read_events
+from mindx_elastic.core.posix import is_alive
 from mindx_elastic.core.values import real
 from mindx_elastic.drill.faults import KINDS, NOTE, Fault
-from mindx_elastic.drill.outside import DrillLeftovers, adopt_orphans
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.causes import Explained, explain
 from mindx_elastic.prove.compare import earliest
 from mindx_elastic.prove.proof import Baseline, ProofReport, Show, count_steps, failure
-from mindx_elastic.prove.proof import to_json as proof_to_json
 from mindx_elastic.prove.records import ProcessRecord
 from mindx_elastic.prove.runs import RunChain, RunOutcome, Runs
 
@@ -38,17 +37,18 @@ __all__ = [
     "cells",
     "draw_faults",
     "summary",
-    "to_json",
     "trained_again",
 ]
 
-SCHEMA = 4
 COLUMNS = ("fault", "exit codes", "reached", "resumed", "lost", "again s", "result")
 
 GOOD = ("exact", "inexact as said")
 """Outcomes after which the exit code is 0."""
 _MOST_STARTS = 4
 _MOST_REPLACED = 100
+_GONE_S = 60.0
+"""How long the ranks of a run may take to end once its first process has: a grace period, and more."""
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class DrillResult:
 
     fault: Fault
     outcome: str
-    """One of `GOOD`; ``not fired``, ``failed``, ``differs``, ``lost`` or ``left behind``."""
+    """One of `GOOD`; ``not fired``, ``failed``, ``differs`` or ``lost``."""
     explained: Explained | None = None
     """What is wrong, or what the run itself has said against an exact resume; None: exact."""
     rank: int | None = None
@@ -74,9 +74,14 @@ class DrillResult:
     compared: int = 0
     again_s: float | None = None
     """Seconds from the fault until every rank had passed a step again; None: it did not come to that."""
-    leftovers: Sequence[str] = ()
     lines: Sequence[str] = ()
     """The end of what the run has printed, where it failed."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        found = None if self.explained is None else self.explained._asdict()
+        return {**vars(self), "fault": str(self.fault), "explained": found}
 
 
 @dataclass
@@ -93,6 +98,13 @@ class Drill:
         if self.proof.exit_code:
             return self.proof.exit_code
         return int(not self.results or any(result.outcome not in GOOD for result in self.results))
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        faults = [result.document for result in self.results]
+        proof = {"uninterrupted": self.proof.document, "faults": faults}
+        return {"exit_code": self.exit_code, "summary": summary(self), "notes": self.notes, **proof}
 
 
 def draw_faults(places: Sequence[tuple[int, int]], *, ranks: int, agent: bool, seed: int) -> Iterator[Fault]:
@@ -115,7 +127,6 @@ class Driller(Baseline):
     def __init__(
         self,
         runs: Runs,
-        leftovers: DrillLeftovers,
         *,
         faults: Sequence[Fault],
         number: int = 0,
@@ -127,21 +138,12 @@ class Driller(Baseline):
         """The `faults`, and `number` others by `seed`, each in a separate job. `into`: gets each result at once, so
         that an interrupted drill has them."""
         super().__init__(runs, steps=steps, show=show, planned=2 + 2 * (len(faults) + number))
-        self._command, self._leftovers = runs.command, leftovers
+        self._command = runs.command
         self._faults, self._number, self._seed = list(faults), number, seed
         self.result, into.proof = into, self.proof
 
     def drill(self) -> None:
         """Raises UsageError for a fault that the script cannot have: a rank or a step that does not exist."""
-        try:
-            self._drill()
-        except BaseException:
-            self._leftovers.end_all()
-            raise
-
-    def _drill(self) -> None:
-        if not adopt_orphans():
-            self.result.notes.append("processes that outlive their parents cannot be found: the kernel refuses prctl")
         first = self.first_run()
         if first is None:
             return
@@ -190,13 +192,13 @@ class Driller(Baseline):
 
     def _job(self, fault: Fault) -> DrillResult:
         """One job with this fault, started again until it has ended."""
-        self._leftovers.processes.clear()
         chain, codes, offset = self.runs.chain(), list[int](), time.time() - time.monotonic()
         first, fruitless = 0, 0
         while fruitless < _MOST_STARTS - 1:
             had_fired = bool(_note_of(chain))
             what = f"{fault}, until it fires" if not had_fired and not fruitless else f"{fault}, again"
             outcome = self.run(chain, what, fault=asdict(fault), last=self.last, hashes=len(codes))
+            _wait_for_end(outcome.lives)
             has_just_fired = not had_fired and bool(_note_of(chain))
             first = len(codes) if has_just_fired else first
             codes.append(outcome.code)
@@ -229,16 +231,11 @@ class Driller(Baseline):
             why = fired.get("missed", "the run has not come to its place")
             return replace(result, outcome="not fired", explained=Explained(what=f"not fired: {why}"))
         lives = [life for run in chain.runs for life in run.lives]
-        result = replace(result, compared=count_steps(lives), leftovers=[*self._leftovers.processes])
+        result = replace(result, compared=count_steps(lives))
         result = self._with_loss(result, lives, fired["clock"])
         events = _events_since(fired["clock"] + offset, [chain.directories, *(run.folder for run in chain.runs)])
         result = replace(result, again_s=trained_again(lives, fired["clock"]))
-        wrong = (
-            self._failed(result, chain)
-            or self._differs(result, lives, chain, events)
-            or self._lost(result, fired)
-            or self._left(result, chain, lives)
-        )
+        wrong = self._failed(result, chain) or self._differs(result, lives, chain, events) or self._lost(result, fired)
         return wrong or result
 
     def _with_loss(self, result: DrillResult, lives: Sequence[ProcessRecord], fired: float) -> DrillResult:
@@ -324,14 +321,12 @@ class Driller(Baseline):
             return int(every)
         return None
 
-    def _left(self, result: DrillResult, chain: RunChain, lives: Iterable[ProcessRecord]) -> DrillResult | None:
-        pids = (life.pid for life in lives)
-        found = [*result.leftovers, *self._leftovers.files(chain.directories, self.runs.memory, pids)]
-        if not found:
-            return None
-        what = f"left behind: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
-        explained = Explained(what=what, remedy="mindx-elastic clean --yes removes what dead jobs left in memory")
-        return replace(result, outcome="left behind", explained=explained, leftovers=found)
+
+def _wait_for_end(lives: Iterable[ProcessRecord]) -> None:
+    """Ranks that have lost their agent save, and end by themselves: nobody starts the job again before."""
+    end = time.monotonic() + _GONE_S
+    while any(is_alive(life.pid, None) for life in lives) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
 
 
 def _note_of(chain: RunChain) -> dict[str, Any]:
@@ -387,7 +382,7 @@ def _snapshot_option(words: Sequence[str]) -> str:
     return ""
 
 
-# --- the result as rows and as JSON ---
+# --- the result as rows ---
 
 
 def cells(result: DrillResult) -> Sequence[str]:
@@ -414,38 +409,3 @@ def summary(drill: Drill) -> str:
     lost = [result.lost for result in drill.results if result.lost is not None]
     parts = [f"{counts[name]} {name}" for name in (*GOOD, *sorted(set(counts) - set(GOOD))) if counts[name]]
     return f"{fired} of {len(drill.results)} faults fired: {', '.join(parts) or 'none'}; {sum(lost)} steps done again"
-
-
-def to_json(drill: Drill, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The document of ``--json``."""
-    return {
-        "schema": SCHEMA,
-        "command": list(command),
-        "exit_code": drill.exit_code,
-        "seconds": round(seconds, 1),
-        "summary": summary(drill),
-        "notes": list(drill.notes),
-        "uninterrupted": proof_to_json(drill.proof, command=command, seconds=seconds),
-        "faults": [_fault(result) for result in drill.results],
-    }
-
-
-def _fault(result: DrillResult) -> dict[str, Any]:
-    found = result.explained
-    return {
-        "fault": str(result.fault),
-        "outcome": result.outcome,
-        "exit_codes": list(result.codes),
-        "reached_step": result.reached,
-        "resumed_step": result.resumed,
-        "steps_lost": result.lost,
-        "steps_compared": result.compared,
-        "trained_again_s": result.again_s,
-        "rank": result.rank,
-        "step": result.step,
-        "what": None if found is None else found.what,
-        "cause": (found.cause or None) if found is not None else None,
-        "remedy": (found.remedy or None) if found is not None else None,
-        "left_behind": list(result.leftovers),
-        "last_lines": list(result.lines),
-    }

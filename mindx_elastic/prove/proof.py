@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindx_elastic.core.printable import counted, listed
@@ -30,13 +30,11 @@ __all__ = [
     "count_steps",
     "failure",
     "prove",
-    "to_json",
 ]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """Exit codes by `Row.outcome` of the whole proof."""
 _TOO_MANY = 8
-SCHEMA = 2
 _TOLD = ("scalar", "stateful", "exit")
 Show = Callable[[int, int, str], None]
 """Runs made, runs planned, what the present one is."""
@@ -62,6 +60,12 @@ class Row:
     """Steps that were compared."""
     lost: Sequence[VariableNotRestored] = ()
     """Variables of the program that the resumed run did not get back, though its steps are equal."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        found = None if self.explained is None else self.explained._asdict()
+        return {**vars(self), "explained": found, "lost": list(map(vars, self.lost))}
 
 
 @dataclass
@@ -90,6 +94,13 @@ class ProofReport:
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict.outcome]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        verdict = {"outcome": self.verdict.outcome, "exit_code": self.exit_code}
+        runs = [row.document for row in self.rows]
+        return {**verdict, "steps": self.steps, "ranks": self.num_ranks, "notes": self.notes, "runs": runs}
 
 
 class Baseline:
@@ -334,44 +345,3 @@ class _Prover(Baseline):
             remedy = "Add ExceptionCheckpoint to the callbacks, or do not leave the signal out of Guard(signals=...)"
         explained = Explained(what=what, cause=cause, remedy=remedy)
         return Row(outcome="differs", explained=explained, rank=fresh.rank, step=step + 1, lines=resumed.last_lines)
-
-
-# --- the result as JSON ---
-
-
-def to_json(proof: ProofReport, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The document of ``--json``."""
-    return {
-        "schema": SCHEMA,
-        "command": list(command),
-        "outcome": proof.verdict.outcome,
-        "exit_code": proof.exit_code,
-        "steps": proof.steps,
-        "whole_training": proof.has_ended,
-        "ranks": proof.num_ranks,
-        "seconds": round(seconds, 1),
-        "notes": list(proof.notes),
-        "runs": [_row(row) for row in proof.rows],
-    }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    found = row.explained
-    return {
-        "name": row.name,
-        "outcome": row.outcome,
-        "resumed_step": row.resumed,
-        "steps_compared": row.compared,
-        "not_got_back": [asdict(each) for each in row.lost],
-        "first_difference": None
-        if found is None
-        else {
-            "rank": row.rank,
-            "step": row.step,
-            "what": found.what,
-            "cause": found.cause or None,
-            "remedy": found.remedy or None,
-            "variables": found.variables or None,
-        },
-        "last_lines": list(row.lines),
-    }

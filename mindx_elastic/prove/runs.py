@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,15 +102,12 @@ class Runs:
         fresh: bool = False,
         keep: Path | None = None,
         timeout_s: float = 300.0,
-        on_end: Callable[[int], None] = lambda pid: None,
         environment: Mapping[str, str] | None = None,
         writes: Sequence[str] | None = None,
     ) -> None:
         """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
-        how long a run may pass no step and print nothing. `on_end`: called with the process id of a run that has ended
-        or hangs, before what it has left behind is ended. `environment`: in place of this process's. `writes`: where
+        how long a run may pass no step and print nothing. `environment`: in place of this process's. `writes`: where
         a run may write, besides the private folders; None: anywhere. Then each run is a new interpreter."""
-        self._on_end = on_end
         self.command, self._keep, self._timeout_s = command, keep, timeout_s
         self.is_fresh = fresh
         self.why_fresh = "" if not fresh else "--fresh"
@@ -143,11 +140,6 @@ class Runs:
         directories.mkdir(mode=0o700)
         return RunChain(directories)
 
-    @property
-    def own_processes(self) -> set[int]:
-        """Process ids of those that fork: they are no part of a run."""
-        return {zygote.pid for zygote in self._zygotes}
-
     def drop(self, chain: RunChain) -> None:
         """Remove its checkpoints, unless they are to be kept."""
         if self._keep is None:
@@ -172,7 +164,6 @@ class Runs:
         try:
             hung_s = self._wait(process, folder, log)
             code = process.poll()
-            self._on_end(process.pid)
         finally:
             _end(process, gently=self.command.agent is not None)
         lives = read_lives(folder)

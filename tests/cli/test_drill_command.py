@@ -50,18 +50,18 @@ def test_faults_of_one_process_with_all_reports(tmp_path: Path) -> None:
     words = [*(word for fault in faults for word in ("--fault", fault)), "--steps", 4]
     killed, raised = drill(*words, cwd=tmp_path)
     assert [each["outcome"] for each in (killed, raised)] == ["exact"] * 2
-    assert (killed["exit_codes"], killed["reached_step"], killed["resumed_step"]) == ([-9, 0], 2, None)
-    assert killed["steps_lost"] == 2, "nothing had been saved, and no agent keeps memory"
-    assert (raised["exit_codes"], raised["reached_step"], raised["steps_lost"]) == ([1, 0], 1, 0)
-    assert raised["resumed_step"] == 1, "the step with the exception is done again"
-    assert raised["trained_again_s"] > 0
+    assert (killed["codes"], killed["reached"], killed["resumed"]) == ([-9, 0], 2, None)
+    assert killed["lost"] == 2, "nothing had been saved, and no agent keeps memory"
+    assert (raised["codes"], raised["reached"], raised["lost"]) == ([1, 0], 1, 0)
+    assert raised["resumed"] == 1, "the step with the exception is done again"
+    assert raised["again_s"] > 0
 
 
 @pytest.mark.drill
 @pytest.mark.slow
 def test_a_fault_that_does_not_come_about_is_a_failure(tmp_path: Path) -> None:
     (found,) = drill("--fault", "kill-worker:step=2", "--steps", 4, cwd=tmp_path, code=1)
-    assert found["outcome"] == "not fired" and "has no loader workers" in found["what"]
+    assert found["outcome"] == "not fired" and "has no loader workers" in found["explained"]["what"]
 
 
 @pytest.mark.drill
@@ -70,7 +70,7 @@ def test_a_script_that_is_not_the_same_after_a_fault(tmp_path: Path) -> None:
     script = (JOBS / "proved.py", "gentler")
     (found,) = drill("--fault", "terminate:step=2", "--steps", 5, cwd=tmp_path, code=1, script=script)
     assert found["outcome"] == "differs" and found["step"] == 3
-    assert "lr differs at step 3" in found["what"]
+    assert "lr differs at step 3" in found["explained"]["what"]
 
 
 @pytest.mark.drill
@@ -87,6 +87,6 @@ def test_two_ranks_under_the_agent(tmp_path: Path) -> None:
     found = drill(*words, "--steps", 6, "--nproc-per-node", 2, "--snapshot-every", 1, cwd=tmp_path)
     outcomes = {kind: each["outcome"] for kind, each in zip(kinds, found, strict=True)}
     assert set(outcomes.values()) == {"exact"}
-    lost = {kind: each["steps_lost"] for kind, each in zip(kinds, found, strict=True)}
+    lost = {kind: each["lost"] for kind, each in zip(kinds, found, strict=True)}
     assert lost.pop("lose-node") > 0, "memory is gone, and nothing was on the disk"
     assert lost.pop("kill-all") <= 1 and set(lost.values()) == {0}

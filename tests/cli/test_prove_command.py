@@ -31,8 +31,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(*words: object, cwd: Path, command: str = "prove", **env: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", MAIN, command, *map(str, words)]
-    # A drill waits a minute for processes below it to end, and a forked command has one of the fork server there.
-    return finish(line, cwd=cwd, env=environment(**env), fresh=command == "drill")
+    return finish(line, cwd=cwd, env=environment(**env))
 
 
 @pytest.fixture
@@ -77,9 +76,10 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     assert result.returncode == 1, result.stderr
     document = json.loads(result.stdout)
     assert (document["outcome"], document["steps"], document["exit_code"]) == ("differs", 4, 1)
-    found = document["runs"][-1]["first_difference"]
+    last = document["runs"][-1]
+    found = last["explained"]
     assert "the batch of step " in found["what"] and "is another one" in found["what"]
-    assert found["rank"] == 0 and "counter" in found["cause"]
+    assert last["rank"] == 0 and "counter" in found["cause"]
     assert "own_steps (" in found["variables"]
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert list((tmp_path / "kept").glob("run_*/output.log"))

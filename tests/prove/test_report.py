@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from mindx_elastic.prove.causes import Explained
-from mindx_elastic.prove.proof import ProofReport, Row, to_json
+from mindx_elastic.prove.compare import VariableNotRestored
+from mindx_elastic.prove.proof import ProofReport, Row
 
 
 def proof_with(*rows: Row) -> ProofReport:
@@ -11,9 +13,8 @@ def proof_with(*rows: Row) -> ProofReport:
     return ProofReport(steps=9, has_ended=True, num_ranks=2, rows=named)
 
 
-FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", variables="n: 2, now 0")
 EQUAL = Row(outcome="equal")
-DIFFERS = Row(outcome="differs", explained=FOUND, rank=1, step=4)
+DIFFERS = Row(outcome="differs", explained=Explained(what="lr <differs>", cause="a scheduler"), rank=1, step=4)
 
 
 def test_the_exit_code_is_that_of_the_first_verdict_that_is_not_equal() -> None:
@@ -25,15 +26,10 @@ def test_the_exit_code_is_that_of_the_first_verdict_that_is_not_equal() -> None:
 
 
 def test_json() -> None:
-    document = to_json(proof_with(EQUAL, DIFFERS), command=["train.py"], seconds=1.25)
-    assert (document["schema"], document["outcome"], document["exit_code"], document["ranks"]) == (2, "differs", 1, 2)
+    differs = replace(DIFFERS, lost=[VariableNotRestored("n", "2", "0")])
+    document = json.loads(json.dumps(proof_with(EQUAL, differs).document))
+    assert (document["outcome"], document["exit_code"], document["ranks"]) == ("differs", 1, 2)
     good, bad = document["runs"]
-    assert good["first_difference"] is None
-    assert bad["first_difference"] == {
-        "rank": 1,
-        "step": 4,
-        "what": "lr <differs>",
-        "cause": "a scheduler",
-        "remedy": "Name it",
-        "variables": "n: 2, now 0",
-    }
+    assert good["explained"] is None and (bad["rank"], bad["step"]) == (1, 4)
+    assert bad["explained"] == {"what": "lr <differs>", "cause": "a scheduler", "remedy": "", "variables": ""}
+    assert bad["lost"] == [{"name": "n", "first": "2", "second": "0"}]
