@@ -309,7 +309,7 @@ def drill_command(
     \b
     [bold]Exit code[/bold]
     0  every fault has happened, and every job was exact, or inexact as its own resume said
-    1  a fault did not happen; a job differs, failed, or lost steps that can be kept
+    1  a fault did not happen; a job differs or failed
     2  wrong usage: no such fault, rank or step
     3  the script itself is not deterministic: two runs without a fault differ
     4  nothing could be compared: the script fails without a fault, is refused, or has no guard

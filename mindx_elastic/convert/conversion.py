@@ -7,8 +7,7 @@ without ``--force`` nothing is replaced.
 from __future__ import annotations
 
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from mindx_elastic.capture.copying import tensors_in
 from mindx_elastic.convert.ours import read_source
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import SaveError, UnsupportedStateError, UsageError
 from mindx_elastic.persist.storage import new_file
 
@@ -77,11 +78,17 @@ def convert(request: ConversionRequest) -> Converted:
             notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         with _new_file(request) as temp:
             _write_plain(temp, tensors)
-        return Converted(*_num_tensors(tensors), step, notes)
-    _check_values(model, request.component)
+        return _converted(tensors.values(), step, notes)
     with _new_file(request) as temp:
         torch.save(model, temp)
-    return Converted(*_num_tensors(model), step, notes)
+        if unread := torch.serialization.get_unsafe_globals_in_checkpoint(temp):
+            problem = f"torch.load(weights_only=True) reads no {listed(sorted(unread), 3)}"
+            raise UnsupportedStateError(request.component, problem)
+    return _converted([tensor for _, tensor in tensors_in(model)], step, notes)
+
+
+def _converted(tensors: Collection[torch.Tensor], step: int, notes: list[str]) -> Converted:
+    return Converted(len(tensors), sum(tensor.nbytes for tensor in tensors), step, notes)
 
 
 def _write_plain(temp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -127,27 +134,6 @@ def _new_file(request: ConversionRequest) -> Iterator[Path]:
         raise SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path) from error
 
 
-# --- the state in the forms that other programs read ---
-
-
-def _check_values(value: Any, where: str) -> None:
-    """Raises UnsupportedStateError for a value that ``torch.load(weights_only=True)`` does not read."""
-    if type(value) in (dict, OrderedDict, Counter):
-        for key, item in value.items():
-            _check_values(item, f"{where}.{key}"[:300])
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_values(item, f"{where}.{index}"[:300])
-    elif type(value) not in _KNOWN and value is not None:
-        raise UnsupportedStateError(where, f"torch.load(weights_only=True) reads no {type(value).__qualname__}")
-
-
-_KNOWN = (
-    *(bool, int, float, complex, str, bytes, set, torch.Tensor, torch.nn.Parameter),
-    *(torch.Size, torch.dtype, torch.device),
-)
-
-
 def _flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Every tensor of `model` by its dotted name, and the names of other values.
 
@@ -172,12 +158,3 @@ def _flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], li
 
     walk(model, "")
     return found, [name for name in others if name]
-
-
-def _num_tensors(value: Any) -> tuple[int, int]:
-    """How many tensors, and their bytes."""
-    if isinstance(value, torch.Tensor):
-        return 1, value.numel() * value.element_size()
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    found = [_num_tensors(each) for each in inner]
-    return sum(count for count, _ in found), sum(nbytes for _, nbytes in found)

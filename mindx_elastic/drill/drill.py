@@ -57,7 +57,7 @@ class DrillResult:
 
     fault: Fault
     outcome: str
-    """One of `GOOD`; ``not fired``, ``failed``, ``differs`` or ``lost``."""
+    """One of `GOOD`; ``not fired``, ``failed`` or ``differs``."""
     explained: Explained | None = None
     """What is wrong, or what the run itself has said against an exact resume; None: exact."""
     rank: int | None = None
@@ -235,8 +235,7 @@ class Driller(Baseline):
         result = self._with_loss(result, lives, fired["clock"])
         events = _events_since(fired["clock"] + offset, [chain.directories, *(run.folder for run in chain.runs)])
         result = replace(result, again_s=trained_again(lives, fired["clock"]))
-        wrong = self._failed(result, chain) or self._differs(result, lives, chain, events) or self._lost(result, fired)
-        return wrong or result
+        return self._failed(result, chain) or self._differs(result, lives, chain, events) or result
 
     def _with_loss(self, result: DrillResult, lives: Sequence[ProcessRecord], fired: float) -> DrillResult:
         """`fired`: when. Guards before the fault's one have lost nothing, later ones have not begun."""
@@ -293,34 +292,6 @@ class Driller(Baseline):
             result, outcome="differs", explained=explained, rank=found.life.rank, step=found.step, lines=lines
         )
 
-    def _lost(self, result: DrillResult, fired: Mapping[str, Any]) -> DrillResult | None:
-        allowed = self._may_lose(result.fault, updated=bool(fired.get("updated")))
-        if allowed is None or result.lost is None or result.lost <= allowed:
-            return None
-        allowed += self._since_cut(result)
-        if result.lost <= allowed:
-            return None
-        what = f"{result.lost} steps were done again; of this fault {allowed} may be"
-        return replace(result, outcome="lost", explained=Explained(what=what))
-
-    def _since_cut(self, result: DrillResult) -> int:
-        """Steps since the newest boundary at which a checkpoint can be taken: in the middle of an accumulation there
-        is none."""
-        known = self.reference.by_rank[result.fault.rank]
-        reached = result.reached or 0
-        cuts = (step.number for step in known.values() if step.series == result.fault.guard and step.cut)
-        return reached - max((number for number in cuts if number <= reached), default=0)
-
-    def _may_lose(self, fault: Fault, *, updated: bool) -> int | None:
-        """None: that depends on when the script itself has saved, and on how many ranks hold the same. `updated`: one
-        of the script's optimizers had already stepped since the boundary."""
-        if fault.about.stops or (fault.kind == "exception" and fault.at != "update" and not updated):
-            return 0
-        every = _snapshot_option(self._command.agent or ())
-        if fault.kind in ("kill", "kill-all") and every.isdecimal() and int(every):
-            return int(every)
-        return None
-
 
 def _wait_for_end(lives: Iterable[ProcessRecord]) -> None:
     """Ranks that have lost their agent save, and end by themselves: nobody starts the job again before."""
@@ -371,15 +342,6 @@ def _said(events: Sequence[Mapping[str, Any]], lives: Sequence[ProcessRecord], k
         return ""
     notes += [str(note) for event in resumes for note in event.get("unmanaged") or ()]
     return "; ".join(dict.fromkeys(notes)) or "its resume says so (exact: false)"
-
-
-def _snapshot_option(words: Sequence[str]) -> str:
-    """The value of the agent's ``--snapshot-every``; empty: it was not given."""
-    for index, word in enumerate(words):
-        head, equals, value = word.partition("=")
-        if head.replace("_", "-") == "--snapshot-every":
-            return value if equals else next(iter(words[index + 1 : index + 2]), "")
-    return ""
 
 
 # --- the result as rows ---

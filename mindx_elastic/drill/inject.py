@@ -39,7 +39,6 @@ class Injector:
         self._note = control.directories / NOTE
         self._is_armed = self._fault.rank == rank and not self._note.exists()
         self._passed, self._series, self._stop_signal = -1, 0, int(signal.SIGTERM)
-        self._has_updated = False
         register_optimizer_step_post_hook(self._note_update)
 
     # --- what the witness says ---
@@ -55,7 +54,7 @@ class Injector:
 
     def at_boundary(self, step: int) -> bool:
         """Returns whether a stop is on its way, which the boundary may wait for."""
-        self._passed, self._has_updated = step, False
+        self._passed = step
         if not self.is_due("boundary"):
             return False
         return self.fire()
@@ -67,7 +66,6 @@ class Injector:
 
     def _note_update(self, *_: object) -> None:
         """An optimizer has stepped: the weights are those of no boundary."""
-        self._has_updated = True
         if self.is_due("update"):
             self.fire()
 
@@ -80,8 +78,7 @@ class Injector:
             return False
         if kind == "kill-worker":
             return self._kill_worker()
-        # A script with several optimizers may be in the backward of a step that one of them has begun to update.
-        self.note(updated=self._has_updated)
+        self.note()
         if kind == "kill":
             _kill(os.getpid())
         elif kind == "kill-all":

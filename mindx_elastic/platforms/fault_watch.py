@@ -132,7 +132,7 @@ class FaultWatch:
         except (OSError, ValueError) as error:
             self._warn_of_file(path, error)
             return None
-        problems = "; ".join((*faults.problems, *faults.remarks)[:_MAX_PROBLEMS])
+        problems = "; ".join(faults.problems[:_MAX_PROBLEMS])
         if problems:
             self._warn(path, problems, "the rest of it counts")
         else:

@@ -21,14 +21,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection
-from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindx_elastic.config import FaultPaths
-from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import is_missing
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.small_files import named_errors, parse_json_object, read_text
@@ -56,7 +53,6 @@ _MAX_LISTED = 1 << 20
 _MAX_RANK = 1 << 24
 _MILLISECONDS_FROM = 1e11  # in seconds that would be the year 5138
 _MAX_PROBLEMS = 8  # in a line for a person
-_MAX_KEYS = 64
 
 
 class Faults(NamedTuple):
@@ -76,8 +72,6 @@ class Faults(NamedTuple):
     """The `ranks` for which a running job has to stop; the others are ranks whose recovery has failed."""
     exit_requested: bool = False
     """``"GracefulExit": 1``: the job is to save and leave."""
-    remarks: tuple[str, ...] = ()
-    """Parts that were not understood and change nothing of which ranks are meant, in the same form."""
 
 
 def merge(one: Faults, other: Faults) -> Faults:
@@ -88,7 +82,6 @@ def merge(one: Faults, other: Faults) -> Faults:
         initializing=one.initializing or other.initializing,
         source=", ".join(dict.fromkeys(s for s in (one.source, other.source) if s)),
         problems=tuple(dict.fromkeys((*one.problems, *other.problems))),
-        remarks=tuple(dict.fromkeys((*one.remarks, *other.remarks))),
         unrecovered=one.unrecovered | other.unrecovered,
         exit_requested=one.exit_requested or other.exit_requested,
     )
@@ -133,15 +126,10 @@ def _fault_npus(content: dict[str, Any], world_size: int | None) -> Faults:
     ranks: set[int] = set()
     for key in listed:
         ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
-    created, remarks = None, _misspelt(content, (*_RANK_KEYS, *_TIME_KEYS, "status"))
-    for key in (key for key in _TIME_KEYS if listed and key in content):
-        stamp = _time_stamp(content[key])
-        if stamp is None:
-            remarks.append(f"has a {key} that is not a time: {content[key]!r:.60}")
-        else:
-            created = max(stamp, created or 0.0)
+    stamps = [stamp for key in _TIME_KEYS if listed and (stamp := _time_stamp(content.get(key))) is not None]
     found = frozenset(ranks)
-    return Faults(found, created, initializing, problems=tuple(problems), remarks=tuple(remarks), unrecovered=found)
+    created = max(stamps, default=None)
+    return Faults(found, created, initializing, problems=tuple(problems), unrecovered=found)
 
 
 def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
@@ -175,15 +163,7 @@ def _reset_json(content: dict[str, Any], world_size: int | None) -> Faults:
         unrecovered=unrecovered,
         exit_requested=_switch("GracefulExit", content, problems),
         problems=tuple(problems),
-        remarks=tuple(_misspelt(content, known)),
     )
-
-
-def _misspelt(content: Collection[str], known: Collection[str]) -> list[str]:
-    """Remarks on keys that are not `known` and resemble one that is. Others may be those of a newer platform."""
-    strange = [key for key in list(content)[:_MAX_KEYS] if key not in known]
-    meant = [(key, get_close_matches(key, known, n=1, cutoff=0.8)) for key in strange]
-    return [f"has a key {key!r:.60}, which is not known and not read; {like[0]}?" for key, like in meant if like]
 
 
 def _list_in_text(value: Any) -> Any:
@@ -274,8 +254,6 @@ def read_faults(source: Path, *, world_size: int | None) -> Faults:
         )
         if faults.problems:
             raise ValueError("; ".join(faults.problems[:_MAX_PROBLEMS]))
-        for remark in faults.remarks:
-            logger.warning("the fault report %s %s; its ranks count all the same", source, remark)
         return faults._replace(source=str(source))
 
 

@@ -53,36 +53,8 @@ _NOTHING: dict[str, Any] = {
 
 
 def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -> dict[str, Any]:
-    """The document. All keys are always there; those without a meaning for a refusal are null, or empty.
-
-    ==================================  ==============================================================================
-    schema                              1
-    restorable                          false: a refusal
-    run_id, attempt, step               what is resumed from
-    epoch, step_in_epoch                of that step
-    created                             unix seconds, of the newest file that is read
-    kinds                               of the files that are read, sorted: "breakpoint", "periodic", ...
-    old_world_size, new_world_size      numbers of ranks
-    old_mesh, new_mesh                  {"dp": 2, "tp": 2}; null: its dimensions have no names
-    resharded                           the new ranks hold other parts than the old ones
-    exact, inexact                      bit for bit as if nothing had happened: false, with the reasons, also those
-                                        that the files tell (state that the program keeps to itself); or null: nothing
-                                        is known against it, and that is not a proof
-    steps_lost                          steps that were seen and have to be done again; null: nothing newer was seen
-    faults                              old ranks that are known to be faulty
-    total_bytes                         that all ranks read together, about
-    ranks                               [{rank, path, donor, assembled, bytes}] for each new rank, in order; donor null:
-                                        its own file; assembled: its tensors come from several files, and `path` gives
-                                        the rest; where replicas have divided a step also parts_from (further files)
-    replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
-                                        null
-    restore_ranks, restore_ranks_map    see the module; the map as an object
-    found_anything                      there were usable files; a refusal without any, and with no `rejected`, is a
-                                        fresh start
-    other_worlds                        of a refusal: numbers of ranks with which a start would work
-    rejected                            [{what, reason}] steps and files that are not used
-    ==================================  ==============================================================================
-    """
+    """The document: see ``docs/reference.md``. All keys are always there; those without a meaning for a refusal are
+    null, or empty."""
 
     def shown(path: str) -> str:
         return path if directory is None else _relative(path, directory)

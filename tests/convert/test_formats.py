@@ -51,7 +51,7 @@ def test_types_that_a_plain_file_cannot_hold(tmp_path: Path, name: str, tensor: 
 def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path, value: object) -> None:
     write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": torch.ones(1), "_extra_state": [value]}})
     with pytest.raises(
-        UnsupportedStateError, match=r"^model\._extra_state\.0: torch.load\(weights_only=True\) reads no"
+        UnsupportedStateError, match=r"^model: torch.load\(weights_only=True\) reads no .*(numpy|collections)"
     ):
         convert(ConversionRequest(source=tmp_path / "ckpt", destination=tmp_path / "m.pt"))
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
