@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_prove_command import environment, run
-from tests.harness import JOBS, run_command
+from tests.cli.conftest import Run
+from tests.cli.test_prove_command import assert_refused, run
+from tests.harness import JOBS
 
 
 def drill(
@@ -36,12 +37,8 @@ def drill(
         (["--fault", "kill", "--stops", "3", "--", "s.py"], "neither of drill nor of mindx-elastic run"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
-    (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
-    monkeypatch.chdir(tmp_path)
-    shown = run_command("drill", *words, code=2, env=environment())
-    assert said in " ".join(shown.split()) and "not started" not in shown, shown
-    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
+def test_wrong_usage(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    assert_refused(run, tmp_path, monkeypatch, ["drill", *words], said)
 
 
 @pytest.mark.slow

@@ -40,39 +40,14 @@ def test_json(run: Run, tree: Path) -> None:
     assert (document["schema"], document["directory"]) == (2, str(tree))
     assert (document["newest_complete_step"], document["newest_complete_run_id"]) == (17, "run-a")
     step = document["steps"][1]
-    files = step.pop("files")
-    assert step.pop("age_s") > 0 and step.pop("size_bytes") == sum(file["size_bytes"] for file in files)
-    assert step == {
-        "run_id": "run-a",
-        "attempt": 0,
-        "step": 17,
-        "epoch": 2,
-        "step_in_epoch": 7,
-        "batch_num": 10,
-        "kind": "breakpoint",
-        "reasons": ["SIGTERM"],
-        "unmanaged": [],
-        "proof": "not proved yet: the job was not resumed yet",
-        "world_size": 2,
-        "ranks": [0, 1],
-        "missing_ranks": [],
-        "num_missing_ranks": 0,
-        "complete": True,
-        "why_incomplete": None,
-        "resumable": True,
-        "created": 1_700_000_017.0,
-    }
-    assert files[0] == {
-        "path": str(tree / BREAKPOINT),
-        "rank": 0,
-        "kind": "breakpoint",
-        "reason": "SIGTERM",
-        "resumable": True,
-        "size_bytes": (tree / BREAKPOINT).stat().st_size,
-        "created": 1_700_000_017.0,
-    }
+    assert step["age_s"] > 0 and step["size_bytes"] == sum(file["size_bytes"] for file in step["files"])
+    expected = {"step": 17, "attempt": 0, "epoch": 2, "step_in_epoch": 7, "batch_num": 10, "reasons": ["SIGTERM"]}
+    expected |= {"ranks": [0, 1], "missing_ranks": [], "num_missing_ranks": 0, "complete": True, "resumable": True}
+    expected |= {"kind": "breakpoint", "created": 1_700_000_017.0, "world_size": 2, "why_incomplete": None}
+    assert step.items() >= expected.items()
+    file, path = step["files"][0], tree / BREAKPOINT
+    assert (file["path"], file["rank"], file["size_bytes"]) == (str(path), 0, path.stat().st_size)
     (problem,) = document["problems"]
-    assert set(problem) == {"path", "problem", "foreign", "looks_ours", "size_bytes"}
     assert problem["path"] == str(tree / "rank_1" / "odd-3_3.safetensors") and problem["looks_ours"]
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.cli.prove import split_line
-from tests.harness import JOBS, Job, children, run_command, wait_until
+from tests.cli.conftest import Run
+from tests.harness import JOBS, Job, children, wait_until
 from tests.prove.test_runs import is_gone
 from tests.watchdog import Watchdog, finish
 
@@ -47,7 +48,6 @@ def test_the_line_is_divided_at_the_script() -> None:
     assert split_line(["--help"]) == (["--help"], [])
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -61,13 +61,18 @@ def test_the_line_is_divided_at_the_script() -> None:
         (["--nnodes", "2", "--", "s.py"], "--nnodes 2: this runs on one node; leave it out"),
     ],
 )
-def test_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
-    (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
-    monkeypatch.chdir(tmp_path)
-    shown = run_command("prove", *words, code=2, env=environment())
-    assert said in " ".join(shown.split()), shown
-    assert "usage:" not in shown and "not started" not in shown
-    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
+def test_wrong_usage(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    assert_refused(run, tmp_path, monkeypatch, ["prove", *words], said)
+
+
+def assert_refused(run: Run, folder: Path, patch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    """Before the script ``s.py`` is started."""
+    (folder / "s.py").write_text("raise SystemExit('the script is not started')")
+    patch.chdir(folder)
+    shown = run(*words)
+    assert shown.exit_code == 2 and shown.stdout == "" and said in " ".join(shown.stderr.split()), shown
+    assert "usage:" not in shown.stderr and "not started" not in shown.stderr
+    assert [path.name for path in folder.iterdir()] == ["s.py"]
 
 
 def test_one_rank_with_all_reports(tmp_path: Path) -> None:

@@ -128,14 +128,6 @@ def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, An
             run(tmp_path / "ckpt")
 
 
-def test_replicas_without_a_layout(tmp_path: Path) -> None:
-    for rank in range(2):
-        state = {"model": {"w": WEIGHT, "mean": BIAS + rank}}
-        write_rank(tmp_path / "ckpt", rank, 2, state, coordinates={"replicas": 2})
-    model, _ = run(tmp_path / "ckpt")
-    assert torch.equal(model["mean"], BIAS)
-
-
 def test_which_step(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     write_rank(root, 0, 1, {"model": {"w": WEIGHT}}, name="a.safetensors", step=10)

@@ -109,20 +109,6 @@ def test_fields_that_contradict_each_other_are_refused(fields: Fields, problem: 
         layout_of(fields, 0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [
-        ((8,), laid((4,), "S(0)", ranks=(0, 2, 1, 3))),
-        ((8,), laid((4,), "S(0)", ranks=range(2, 6))),  # not a stage
-        ((8,), laid((2,), "S(0)")),
-        ((7,), laid((4,), "S(0)")),
-        ((7,), laid((2, 2), "_S(0,2)", "S(0)")),
-    ],
-)
-def test_what_the_fields_cannot_say_is_not_said(shape: tuple[int, ...], layout: Layout) -> None:
-    assert fields_of(TensorSpec("w", shape, layout), 4) is None
-
-
 def test_optimizer_shards_over_some_of_the_dimensions_are_read() -> None:
     """As version 0.1 wrote them; now such layouts are nested maps."""
     fields = Fields((2, 2, 2, 2), ((0, -1),), opt_weight_shard_step=2, opt_weight_shard_size=4)

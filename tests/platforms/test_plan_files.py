@@ -81,17 +81,6 @@ def test_the_document(tmp_path: Path) -> None:
     }
 
 
-def test_a_refusal_has_the_same_keys(tmp_path: Path) -> None:
-    refusal = plan_resume([fact(tmp_path, 0)], World(4), faults=(1,))
-    assert isinstance(refusal, Refusal)
-    document = plan_to_json(refusal, tmp_path)
-    assert list(document) == list(plan_to_json(make(tmp_path)))
-    assert (document["restorable"], document["step"], document["restore_ranks"]) == (False, None, "-1")
-    assert document["faults"] == [1] and len(document["rejected"]) == 1
-    document["ranks"].append(1)
-    assert plan_to_json(refusal, tmp_path)["ranks"] == []
-
-
 def test_the_same_plan_is_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "rank_2").mkdir()
     layout = Layout((2, 1), ("R", "S(0)"), (), MESH)  # type: ignore[arg-type]

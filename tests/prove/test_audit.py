@@ -29,8 +29,8 @@ _STEPS = 40
 
 
 @contextmanager
-def living_job(folder: Path, kind: str = "network", ranks: int = 1, every: int = 8, **env: str) -> Iterator[Job]:
-    options = ("--snapshot-every", str(every))
+def living_job(folder: Path, kind: str = "network", ranks: int = 1, **env: str) -> Iterator[Job]:
+    options = ("--snapshot-every", "8")
     place: dict[str, Any] = {
         "env": {f"AUDITED_{name.upper()}": value for name, value in env.items()},
         "run_dir": folder / "run",
@@ -52,7 +52,7 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.few(1)
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("natural", 1), ("shards", 2), ("network", 2), ("network", 3), ("shards", 3)]
 )
@@ -61,12 +61,25 @@ def test_a_healthy_job_is_verified_and_none_of_its_files_is_touched(tmp_path: Pa
         before = tree(tmp_path)
         found = audit(tmp_path, 0)
         assert tree(tmp_path) == before
-        status = job_status(tmp_path / "run")
     assert (found["outcome"], found["unlike"], found["ranks"]) == ("verified", [], ranks)
     assert found["last"] - found["first"] >= _STEPS
-    (event,) = events(tmp_path / "run", "audit")
+
+
+def test_an_audit_does_not_write_where_the_script_does_unless_it_may_and_its_result_is_an_event(tmp_path: Path) -> None:
+    own = tmp_path / "ckpt.csv"
+    with living_job(tmp_path, "natural", fault="writes"):
+        before = tree(tmp_path)
+        refused = audit(tmp_path, 4)
+        assert own.read_text() == "a line\n" and tree(tmp_path) == before
+        assert str(own) in refused["reason"] and "--may-write PATH" in refused["reason"]
+        found = audit(tmp_path, 0, "--may-write", own)
+        assert own.read_text() == "a line\n" * 2
+        status = job_status(tmp_path / "run")
+    assert (found["outcome"], found["unlike"]) == ("verified", []) and found["last"] - found["first"] >= _STEPS
+    event = events(tmp_path / "run", "audit")[-1]
     assert (event["step"], event["from_step"], event["outcome"]) == (found["last"], found["first"], "verified")
     assert status["audit"]["reason"] == event["reason"]
+    assert "an audit needs a job that runs" in run_command("audit", tmp_path / "run", code=2)
 
 
 @pytest.mark.few(1)
@@ -114,25 +127,6 @@ def test_what_is_no_flipped_bit_is_told_apart(tmp_path: Path, fault: str, code: 
     assert (found["outcome"], reason in found["reason"]) == (outcome, True), found
 
 
-def test_an_audit_does_not_write_where_the_script_does_unless_it_may(tmp_path: Path) -> None:
-    own = tmp_path / "ckpt.csv"
-    with living_job(tmp_path, fault="writes"):
-        found = audit(tmp_path, 4)
-        assert own.read_text() == "a line\n"
-        assert str(own) in found["reason"]
-        assert "--may-write PATH" in found["reason"]
-        assert audit(tmp_path, 0, "--may-write", own)["outcome"] == "verified"
-        assert own.read_text() == "a line\n" * 2
-
-
-def test_a_job_that_cannot_be_audited_is_refused_by_name(tmp_path: Path) -> None:
-    with living_job(tmp_path, every=0):
-        said = run_command("audit", tmp_path / "run", code=2)
-        assert "keeps no snapshots in memory" in said
-        assert "--snapshot-every auto" in said
-    assert "an audit needs a job that runs" in run_command("audit", tmp_path / "run", code=2)
-
-
 def test_a_snapshot_that_is_overtaken_while_it_is_copied_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,16 +163,20 @@ def test_ranks_on_other_machines_and_an_unknown_command_are_refused(tmp_path: Pa
         find_job(run)
 
 
-def test_a_job_whose_snapshots_are_overwritten_before_they_can_be_copied_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("every", "said"), [(1, "sooner than they can be copied"), (0, "keeps no snapshots in memory")]
+)
+def test_a_job_whose_snapshots_cannot_be_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, said: str
 ) -> None:
-    """Else the audit would copy them again and again, for as long as the job trains."""
-    page = Status(pid=os.getpid(), snapshot_every=1)
+    """Else the audit would wait for them, or copy them again and again, for as long as the job trains."""
+    page = Status(pid=os.getpid(), snapshot_every=every)
     steps = itertools.count()
+    monkeypatch.setattr(auditor, "_LOOK_S", 0)
     monkeypatch.setattr(auditor, "read_pages", lambda folder: {0: page._replace(boundaries=next(steps))})
     monkeypatch.setattr(auditor, "copy_newest", lambda *_, **__: None)
-    monkeypatch.setattr(auditor, "newest_kept", lambda job: (0, next(steps)))
+    monkeypatch.setattr(auditor, "newest_kept", lambda job: (0, next(steps)) if every else None)
     job: Any = SimpleNamespace(arenas=tmp_path, ranks=1, agent=AgentRun())
     runs: Any = SimpleNamespace(memory=tmp_path)
-    with pytest.raises(UsageError, match="--snapshot-every"):
+    with pytest.raises(UsageError, match=f"{said}.*start it with"):
         auditor.audit(job, runs, steps=1, timeout_s=60)

@@ -16,10 +16,6 @@ def drawn() -> Reference:
     return Reference(lives=[life(steps)])
 
 
-def test_a_draw_after_the_boundary() -> None:
-    assert words(step(15), reference=drawn()) == "step 15 began with another torch stream"
-
-
 def test_a_seed_set_again() -> None:
     found = difference(step(15, begin=begin(15, stream="seeded")), reference=drawn())
     assert "a seed is set there" in explain(found).cause

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from mindx_elastic.capture.rng import capture_rng
-from mindx_elastic.prove.digests import digest, leaves, stream_digest
+from mindx_elastic.prove.digests import digest, stream_digest
 
 
 @dataclass
@@ -49,27 +48,3 @@ def test_a_stream_s_digest_moves_with_it_and_not_without() -> None:
     random.random(), np.random.rand(), torch.rand(1)
     bits[0] = 2
     assert all(before[name] != moved for name, moved in digests().items())
-
-
-def test_small_values_are_shown() -> None:
-    assert [digest(value) for value in (3, 0.5, True, None, "adam")] == ["3", "0.5", "True", "None", "'adam'"]
-
-
-def test_leaves_are_named_by_their_place() -> None:
-    state = {"groups": [{"lr": 0.1, "empty": {}}], "thing": Thing(1, (2,))}
-    assert dict(leaves(state)) == {
-        "groups.0.lr": "0.1",
-        "groups.0.empty": "empty",
-        "thing.number": "1",
-        "thing.parts.0": "2",
-    }
-
-
-def test_a_large_container_has_one_digest() -> None:
-    items = deque((torch.full((2,), float(n)), n) for n in range(300))
-    memory = {"at": 7, "items": items, "small": [1, 2]}
-    before = dict(leaves(memory, most=256))
-    assert set(before) == {"at", "items", "small.0", "small.1"}
-    items.append(items.popleft())
-    after = dict(leaves(memory, most=256))
-    assert {name for name in before if before[name] != after[name]} == {"items"}

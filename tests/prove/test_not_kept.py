@@ -133,16 +133,6 @@ def supervised(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimiz
         print(epoch, loss.item())
 
 
-def one_ahead(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    for _epoch in guard.epochs(2):
-        batches = iter(loader)
-        batch = next(batches, None)
-        while batch is not None:
-            following = next(batches, None)
-            train(guard, model, optimizer, batch)
-            batch = following
-
-
 def repeated(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
     for _step in guard.steps(7):
         train(guard, model, optimizer, (torch.ones(2, 4), torch.ones(2, 2)))
@@ -202,10 +192,7 @@ class Queue(Model):
     ("loop", "num_samples", "names"),
     [
         (supervised, 20, "model.forwards"),
-        (one_ahead, 20, "model.forwards"),
-        (generated, 0, "source, model.forwards"),
         (generated, 30, "number of batches(), epoch of batches(), model.forwards"),
-        (cycled, 6, "batches, model.forwards"),
         (cycled, 30, "batches, model.forwards"),
         (another_optimizer, 0, "centers, calls, model.forwards"),
         (metered, 0, "calls, meters, model.forwards"),
@@ -405,25 +392,6 @@ def changes(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     lines = [record.getMessage() for record in caplog.records if " not kept: " in record.getMessage()]
     parts = [line.partition(" and are not kept: ") for line in lines]
     return [(how, names.partition(". The next")[0]) for how, _, names in parts]
-
-
-def test_an_epoch_as_long_as_the_first_looks_does_not_repeat_their_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mindx_elastic")
-    stopper, meter = Stopper(), Meter()
-
-    def loop(guard: mx.Guard, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-        for epoch in guard.epochs(3):
-            for batch in loader:
-                meter.sum += train(guard, model, optimizer, batch).item()
-            stopper.best = -epoch
-
-    run(tmp_path, loop, num_samples=10)
-    assert changes(caplog) == [
-        ("go on from step to step", "meter.sum, model.forwards"),
-        ("have changed", "stopper.best"),
-    ]
 
 
 def test_attributes_that_change_one_after_the_other_are_told_once_each(

@@ -115,11 +115,9 @@ def test_what_the_start_has_told_is_the_cause_of_a_difference(
     assert "usual cause" not in told, told
 
 
-@pytest.mark.parametrize("setting", ["argument", "variable"])
-def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    if setting == "variable":
-        monkeypatch.setenv("MINDX_OVERLAP", "0")
-    job = Job(tmp_path, **({"overlap": False} if setting == "argument" else {}))
+def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDX_OVERLAP", "0")
+    job = Job(tmp_path)
     stopped(job, middle=stop_at(STOP))
     assert job.steps[-1] == STOP and not list(tmp_path.glob(f"*{WITNESS_SUFFIX}"))
 
@@ -341,7 +339,7 @@ def test_where_the_witness_cannot_be_written_the_checkpoint_counts(
     assert job.guard.resumed_from_step == STOP
 
 
-@pytest.mark.parametrize("place", ["state", "made_step", "_streams"])
+@pytest.mark.parametrize("place", ["state", "made_step"])
 def test_a_look_that_raises_ends_nothing_but_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:

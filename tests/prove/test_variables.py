@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import time
@@ -118,20 +117,6 @@ def test_of_files_that_are_read_the_position_is_noted(tmp_path: Path) -> None:
         found = noted(text=text, lines=lines, data=data, log=log)
     stands = [found[f"the position of {name}"] for name in ("text", "lines", "data")]
     assert stands == ["3", "8", "2"] and "the position of log" not in found
-
-
-def test_a_generator_has_what_it_has_for_its_next_item() -> None:
-    """Over a loader it begins again in a resumed run, and nothing may show that before its next epoch."""
-
-    def batches() -> Any:
-        for epoch in itertools.count():
-            for x in (0.5, 1.5, 2.5):
-                yield x, epoch
-
-    source = batches()
-    number = [next(source) for _ in range(5)][-1][1]
-    found = {name: value for name, value in noted(source=source).items() if "batches()" in name}
-    assert (number, found) == (1, {"epoch of batches()": "1"})
 
 
 def test_of_long_containers_the_length_is_noted() -> None:

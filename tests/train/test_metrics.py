@@ -39,11 +39,6 @@ def results(metrics: Any, **kwargs: Any) -> dict[str, Any]:
     return made.results(None)
 
 
-@pytest.mark.parametrize("name", ["accuracy", "top_1_accuracy"])
-def test_accuracy_by_name(name: str) -> None:
-    assert results({name}) == {name: pytest.approx(2 / 3)}
-
-
 def test_topk() -> None:
     metric = SumMetric(top_k(2, "top2"))
     metric.add(None, OUTPUTS, torch.tensor([0, 2, 2]), 3)
