@@ -35,7 +35,6 @@ _MEASURE_S = 1.0
 _PIECE_BYTES = 32 << 20
 _MOST_BYTES = 4 << 30
 _FREE_PART = 10
-_NO_LIMIT = 1 << 60  # what version 1 of cgroups says for none, and anything like it
 
 
 def file_system(path: Path) -> str:
@@ -148,23 +147,18 @@ def measure(folder: Path, for_s: float, *, page_cache: bool = False) -> Disk:
 
 
 def memory_of_container(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process's cgroup, version 2 or 1, and those above it leave, as far as they can be seen; None: no
-    limit is seen."""
+    """Bytes that this process's cgroup (version 2) and those above it leave, as far as they can be seen; None: no limit
+    is seen."""
     try:
         lines = [line.split(":", 2) for line in proc.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return None
-    groups = {kind: path for _, kinds, path in (line for line in lines if len(line) == 3) for kind in kinds.split(",")}
-    if (root / "cgroup.controllers").exists():
-        path, most, used = groups.get("", "/"), "memory.max", "memory.current"
-    else:
-        path, most, used = groups.get("memory", "/"), "memory.limit_in_bytes", "memory.usage_in_bytes"
-        root = root / "memory"
+    path = next((line[2] for line in lines if len(line) == 3 and not line[1]), "/")
     parts = [part for part in path.split("/") if part not in ("", "..")]
     # From the group's own folder up to the root; inside a container only the root may be there.
     folders = [root.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
-    limits = [(limit, _number(folder / used) or 0) for folder in folders if (limit := _number(folder / most))]
-    return min((max(0, limit - now) for limit, now in limits if limit < _NO_LIMIT), default=None)
+    limits = [(_number(folder / "memory.max"), _number(folder / "memory.current") or 0) for folder in folders]
+    return min((max(0, limit - now) for limit, now in limits if limit is not None), default=None)
 
 
 def _number(path: Path) -> int | None:

@@ -259,16 +259,9 @@ class Driller(Baseline):
         last = chain.runs[-1]
         verdict = failure(last, "the run after the fault" if len(result.codes) > 1 else "the run")
         verdict = verdict or self.length(_together(chain))
-        if verdict is not None:
-            return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
-        odd = [code for code in result.codes[:-1] if code not in result.fault.about.codes]
-        if odd:
-            known = ", ".join(map(str, result.fault.about.codes))
-            what = f"the job ended with exit code {odd[0]}, which no orchestrator is told to expect here ({known})"
-            explained = Explained(what=what)
-            lines = next(run.last_lines for run in chain.runs if run.code == odd[0])
-            return replace(result, outcome="failed", explained=explained, lines=lines)
-        return None
+        if verdict is None:
+            return None
+        return replace(result, outcome="failed", explained=verdict.explained, lines=last.last_lines)
 
     def _differs(
         self, result: DrillResult, lives: Sequence[ProcessRecord], chain: RunChain, events: Sequence[Mapping[str, Any]]

@@ -28,8 +28,6 @@ class Kind:
     """One line, for ``--list``."""
     places: tuple[str, ...] = ("boundary",)
     """Where it can happen; the first one is the default."""
-    codes: tuple[int, ...] = ()
-    """Exit codes of the script's process, or the agent's, with which the job may end before it is started again."""
     agent: bool = False
     """Only under ``mindx-elastic run``."""
     stops: bool = False
@@ -40,35 +38,27 @@ class Kind:
     """``--random`` draws it."""
 
 
-def _signal(number: int) -> int:
-    return 128 + number
-
-
 _ALL = (
     Kind(
         name="kill",
         says="SIGKILL to one rank",
         places=PLACES,
-        codes=(-9, _signal(9), 75),
     ),
-    Kind(name="kill-all", says="SIGKILL to every rank, the drawn one last", codes=(-9, _signal(9), 75), agent=True),
+    Kind(name="kill-all", says="SIGKILL to every rank, the drawn one last", agent=True),
     Kind(
         name="lose-node",
         says="SIGKILL to every rank and to mindx-elastic run, and shared memory is empty when it is started again",
-        codes=(-9,),
         agent=True,
     ),
     Kind(
         name="terminate",
         says="the signal that the guard listens to (SIGTERM) to one rank",
         places=PLACES,
-        codes=(_signal(2), _signal(10), _signal(15)),  # whichever the guard listens to
         stops=True,
     ),
     Kind(
         name="stop",
         says="SIGSTOP to one rank, which then hangs until the agent finds it (--hang-timeout)",
-        codes=(-9, _signal(9), 75),
         agent=True,
         by_chance=False,
     ),
@@ -76,23 +66,18 @@ _ALL = (
         name="exception",
         says="RuntimeError in the program of one rank",
         places=("forward", "update"),
-        codes=(1, 75),
     ),
     Kind(
         name="kill-worker",
         says="SIGKILL to one worker of a rank's loader",
         places=("boundary", "forward"),
-        codes=(1, 75),
         workers=True,
     ),
-    Kind(
-        name="kill-agent", says="SIGKILL to mindx-elastic run", places=("boundary", "forward"), codes=(-9,), agent=True
-    ),
+    Kind(name="kill-agent", says="SIGKILL to mindx-elastic run", places=("boundary", "forward"), agent=True),
     Kind(
         name="terminate-agent",
         says="SIGTERM to mindx-elastic run",
         places=("boundary", "forward"),
-        codes=(_signal(15),),
         agent=True,
         stops=True,
     ),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms import notices
 from mindx_elastic.platforms.notices import NoticeWatch, StopNotice, check_notice
 from tests.harness import wait_until
 from tests.metadata_service import MetadataService
@@ -104,7 +105,9 @@ PREEMPTED, NAME = "/computeMetadata/v1/instance/preempted", "/metadata/instance/
 
 
 @pytest.fixture
-def service() -> Iterator[MetadataService]:
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataService]:
+    """Asked all the time, not every second."""
+    monkeypatch.setattr(notices, "_CLOUDS", {name: (look, 0.02) for name, (look, _) in notices._CLOUDS.items()})
     with MetadataService() as server:
         yield server
 

@@ -72,9 +72,14 @@ def test_a_run_that_does_nothing_is_ended_with_what_it_has_started(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_stuck_agent_gets_the_time_to_end_its_workers(tmp_path: Path) -> None:
+def test_a_stuck_agent_gets_the_time_to_end_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_worker(runs: Runs, process: object, folder: Path, log: Path) -> float:
+        wait_until(lambda: "here" in log.read_text(), "the worker")
+        return 1.0
+
+    monkeypatch.setattr(Runs, "_wait", wait_for_worker)
     script = write(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(3600)\n").script
-    with Runs(Command(script=script, agent=("--grace", "1")), timeout_s=6.0) as runs:
+    with Runs(Command(script=script, agent=("--grace", "1"))) as runs:
         lines = runs.run(runs.chain()).log.read_text().splitlines()
     assert lines[-1].endswith("SIGTERM; exit code 143"), lines
 
