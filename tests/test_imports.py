@@ -104,6 +104,15 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source, filename=str(self.path), feature_version=(3, 10))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree: each check goes through them."""
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def nodes_at_run_time(self) -> list[ast.AST]:
+        return [*nodes_at_run_time(self.tree)]
+
     def __str__(self) -> str:
         return str(self.path.relative_to(ROOT))
 
@@ -144,13 +153,11 @@ def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
         yield from nodes_at_run_time(child)
 
 
-def imported_names(
-    module: Module, *, known: set[str] = NAMES, nodes: Callable[[ast.AST], Iterator[ast.AST]] = nodes_at_run_time
-) -> set[str]:
+def imported_names(module: Module, *, known: set[str] = NAMES, at_run_time: bool = True) -> set[str]:
     """Dotted names that the module imports, anywhere in it, relative ones made absolute; modules where they are."""
     found: set[str] = set()
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    for node in nodes(module.tree):
+    for node in module.nodes_at_run_time if at_run_time else module.nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -208,7 +215,7 @@ def import_circles(modules: Sequence[Module]) -> set[frozenset[str]]:
     """Groups of modules that import each other, at once or by way of others. ``if TYPE_CHECKING:`` and imports inside
     functions count too: they hide a circle and do not remove it."""
     names = {module.name for module in modules}
-    imports = {m.name: imported_names(m, known=names, nodes=ast.walk) & names - {m.name} for m in modules}
+    imports = {m.name: imported_names(m, known=names, at_run_time=False) & names - {m.name} for m in modules}
     reached: dict[str, set[str]] = {}
     for name in names:
         todo = reached[name] = set(imports[name])
@@ -234,7 +241,7 @@ def test_a_room_does_not_import_what_is_built_around_it(room: str, foreign: tupl
     inside = [module for module in MODULES if f"{module.name}.".startswith(f"{PACKAGE}.{room}.")]
     outside = tuple(f"{PACKAGE}.{name}" for name in foreign)
     assert inside
-    imports = {str(module): imported_names(module, nodes=ast.walk) for module in inside}
+    imports = {str(module): imported_names(module, at_run_time=False) for module in inside}
     assert not {
         name: wrong for name, found in imports.items() if (wrong := [n for n in found if n.startswith(outside)])
     }
@@ -243,7 +250,7 @@ def test_a_room_does_not_import_what_is_built_around_it(room: str, foreign: tupl
 def private_imports(module: Module, *, known: set[str] = NAMES) -> list[str]:
     """Names with a leading underscore that the module imports from another one of the package, by line."""
     found = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.ImportFrom):
             continue
         base = node.module or ""
@@ -266,10 +273,10 @@ def test_pure_deciders_touch_nothing() -> None:
     assert not {name: imported & IMPURE_MODULES for name, imported in used.items() if imported & IMPURE_MODULES}
 
 
-def aliases(tree: ast.Module) -> dict[str, str]:
+def aliases(module: Module) -> dict[str, str]:
     """Local name -> full name, of everything imported: ``np`` -> ``numpy``, ``load`` -> ``torch.load``."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             names |= {a.asname: a.name for a in node.names if a.asname}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -279,10 +286,9 @@ def aliases(tree: ast.Module) -> dict[str, str]:
 
 def risky_code(module: Module) -> list[str]:
     """Places where the module could run code out of a file, a message or a string."""
-    tree = module.tree
-    known_as = aliases(tree)
+    known_as = aliases(module)
     found = [name for name in imported_names(module) if name.split(".")[0] in CODE_LOADERS]
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append(f"line {node.value.lineno}: allow_pickle")
         if not isinstance(node, ast.Call):
@@ -309,8 +315,7 @@ def test_files_are_short() -> None:
 
 def broken_docstrings(module: Module) -> list[str]:
     """First lines of docstrings whose summary runs over into the next paragraph, or has quotes that a re-wrap left."""
-    nodes = ast.walk(module.tree)
-    texts = [n.value.value for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    texts = [n.value.value for n in module.nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     found = []
     for lines in [text.split("\n") for text in texts if isinstance(text, str)]:
         broken = len(lines) > 2 and not lines[1].strip() and lines[0].rstrip()[-1:] not in (*".:!?`)",)

@@ -85,6 +85,7 @@ def test_two_runs_at_once(machine: Machine) -> None:
     assert machine.version() == "0.1.0"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("versions", "newest"),
     [
@@ -136,7 +137,7 @@ def of_another_version(wheel: Path) -> None:
     write_wheel(wheel.parent, "0.2.0", version_inside="0.3.0")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "damage",
     [

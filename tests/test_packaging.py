@@ -40,6 +40,7 @@ def read_metadata(wheel: Path) -> Message:
     return Parser().parsestr(contents(wheel)[f"mindx_elastic-{__version__}.dist-info/METADATA"].decode())
 
 
+@pytest.mark.drill
 def test_setup_py_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     source = copy_source(tmp_path / "source")
     done = build_wheel(source, "setup.py", "bdist_wheel")

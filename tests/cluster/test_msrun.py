@@ -94,6 +94,7 @@ def test_the_outcome_of_a_job_is_returned_that_is_stopped_and_then_ends(
         job.end()
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_stop_before_the_workers_have_registered_ends_the_scheduler_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_a_healthy_job_is_verified_and_none_of_its_files_is_touched(tmp_path: Pa
     assert found["last"] - found["first"] >= _STEPS
 
 
+@pytest.mark.drill
 def test_an_audit_does_not_write_where_the_script_does_unless_it_may_and_its_result_is_an_event(tmp_path: Path) -> None:
     own = tmp_path / "ckpt.csv"
     with living_job(tmp_path, "natural", fault="writes"):

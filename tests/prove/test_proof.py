@@ -70,7 +70,7 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert all("own_steps" in note for note in proof.notes), proof.notes
 
 
-@pytest.mark.few(1)
+@pytest.mark.drill
 @pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch", "evaluates"])
 def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) -> None:
     """Flags, buffers that are not persistent, batches that were fetched ahead, draws between two epochs."""

@@ -191,6 +191,7 @@ def compared() -> list[tuple[int, str]]:
     return [(event["step"], event["outcome"]) for event in events(Path("ckpt"), "compared")]
 
 
+@drill
 def test_steps_that_are_done_again_exactly_are_compared_on_all_ranks() -> None:
     """Its loop counts by a plain `enumerate`, so that is no proof."""
     with agent(LOOP, "ckpt", "--hold-at", 8, ranks=2, options=["--snapshot-every", "5"]) as job:

@@ -40,7 +40,8 @@ def stopped(folder: Path, ranks: int, env: dict[str, str], *args: object) -> int
         return int(job.matches(r"step (\d+) saved in")[0][1])
 
 
-@pytest.mark.parametrize(("ranks", "then"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("ranks", "then"), [(2, 1), (2, 2), (1, 1)])
 def test_a_stopped_job_goes_on_where_nothing_is(
     tmp_path: Path, archive: Path, env: dict[str, str], ranks: int, then: int, uninterrupted: Uninterrupted
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_start_that_cannot_read_the_archive_never_begins_afresh(tmp_path: Path
     assert job.matches("NoUsableCheckpointError: the archive broken:///x cannot be read .*leave the archive out")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dies", [False, True], ids=["stopped in time", "killed"])
 def test_a_stalled_upload_holds_nobody_and_does_not_count(
     tmp_path: Path, archive: Path, dies: bool, uninterrupted: Uninterrupted

@@ -89,6 +89,7 @@ class Cluster(Nodes):
         assert left == [], "memory that a job has left"
 
 
+@pytest.mark.drill
 def test_each_node_is_lost_in_turn_and_no_step(tmp_path: Path, uninterrupted: Uninterrupted, stack: ExitStack) -> None:
     nodes = Cluster(stack, tmp_path)
     for rank, step in enumerate((3, 6, 9)):
@@ -119,6 +120,7 @@ def test_a_node_lost_in_the_middle_of_a_copy_costs_one_step(
     nodes.check_end(uninterrupted("fsdp.py", 3))
 
 
+@pytest.mark.drill
 def test_a_job_that_is_stopped_in_the_middle_of_a_copy_leaves_no_memory(
     tmp_path: Path, uninterrupted: Uninterrupted, stack: ExitStack
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_killed_rank_of_two_nodes_restarts_the_job_bit_for_bit(
     assert nodes.end == plain(2, *args), nodes.report()
 
 
+@drill
 def test_a_lost_node_restarts_the_job_with_another(tmp_path: Path, plain: Plain, stack: ExitStack) -> None:
     """The same samples in each step; random numbers of the lost rank went with its memory."""
     nodes = Nodes(stack, tmp_path, 2, 1, *TWO, "--fault", "1:8:update:node")

@@ -40,6 +40,7 @@ def test_odd_once_is_made_again_with_the_same_batch_bit_for_bit(ranks: int, unin
     assert nothing_left()
 
 
+@drill
 def test_odd_again_is_told_and_the_training_goes_on(uninterrupted: Uninterrupted) -> None:
     with agent("--always", ranks=2) as job:
         job.expect(0)

@@ -170,16 +170,17 @@ def test_a_rank_killed_in_an_update_keeps_the_order_of_its_own_sampler(
     assert not job.matches("gives other samples"), job.report()
 
 
+@drill
 @pytest.mark.parametrize(
     ("ranks", "kill", "recover", "scenario"),
     [
         (2, "1:10:late", "in-place", "set_data_of_workers"),
-        drilled(2, "0:13:update", "in-place", "set_data"),
-        drilled(2, "0:11:update", "in-place", "set_data"),
-        drilled(2, "1:6:update", "restart", "set_data_of_workers"),
-        drilled(2, "0:15:late", "restart", "set_data"),
-        drilled(3, "1:13:update", "in-place", "set_data_of_workers"),
-        drilled(3, "2:10:late", "in-place", "set_data"),
+        (2, "0:13:update", "in-place", "set_data"),
+        (2, "0:11:update", "in-place", "set_data"),
+        (2, "1:6:update", "restart", "set_data_of_workers"),
+        (2, "0:15:late", "restart", "set_data"),
+        (3, "1:13:update", "in-place", "set_data_of_workers"),
+        (3, "2:10:late", "in-place", "set_data"),
     ],
 )
 def test_what_the_program_sets_on_its_data_set_is_set_when_a_rank_was_killed(

@@ -19,7 +19,7 @@ JOB = "slow.py"
 NAMED = r"the others wait for rank (\d+), (\d+) ms or more in nearly each of the last 64 steps"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "args"),
     [
@@ -48,7 +48,8 @@ def test_a_rank_that_sleeps_in_each_step_is_named(ranks: int, args: tuple[object
     assert f"slow: the others wait for rank {who}" in " ".join(run_command("status", RUN).split())
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_where_the_work_goes_from_rank_to_rank_nobody_is_named(ranks: int) -> None:
     """For longer than a rank has to be slow: 64 steps, and five seconds more."""
     args = ("--where", "forward", "--who", -1, "--steps", 300)
@@ -58,6 +59,7 @@ def test_where_the_work_goes_from_rank_to_rank_nobody_is_named(ranks: int) -> No
     assert not events(RUN, "slow")
 
 
+@pytest.mark.drill
 def test_a_rank_of_another_node_is_named_and_its_own_agent_has_the_stack(tmp_path: Path) -> None:
     with ExitStack() as stack:
         nodes = Nodes(stack, tmp_path, 2, 1, "--where", "load", script=JOB)
