@@ -102,6 +102,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
     return environment
 
 
+@pytest.mark.drill
 def test_the_installed_package_works(installed: Environment) -> None:
     code = "import mindx_elastic.terminating_message as m; m.ExceptionCheckpoint; print(m.__file__)"
     done = installed.run_python("-W", "error", "-c", code)

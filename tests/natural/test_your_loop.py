@@ -17,7 +17,7 @@ _BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
 _HEADINGS = re.findall(r"^### (.*)$", _PAGE, re.MULTILINE)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(1, len(_BLOCKS)))
 def test_the_loop_on_the_page_is_exact(number: int, tmp_path: Path) -> None:
     end = "from tests.natural.tools import done\n\ndone(model)\n"

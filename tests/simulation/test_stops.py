@@ -11,11 +11,9 @@ from tests.simulation.schedules import Fault
 from tests.simulation.stops import plan_of, play
 from tests.simulation.world import World
 
-EACH = 100
-
 
 def test_every_kind_of_fault_strikes_and_stops_end_as_they_do_in_life() -> None:
-    outcomes = [play(plan_of(seed)) for seed in range(EACH)]
+    outcomes = [play(plan_of(seed)) for seed in range(100)]
     told = {text.partition(" at rank")[0] for outcome in outcomes for _, text in outcome.story if " at rank" in text}
     assert told >= {"sigterm", "kill", "exception", "hang", "freeze", "pause", "cut off", "slow store", "full disk"}
     codes = {rank.process.exit_code for outcome in outcomes for rank in outcome.ranks}
@@ -58,7 +56,7 @@ def test_an_alarm_in_the_moment_in_which_the_training_ends_reaches_all_ranks() -
     as after a death."""
     at_end = replace(plan_of(0), world_size=4, steps=4, step_s=0.1, update_s=0.01, save_s=0.001, window=1)
     told = Fault("sigterm", 0, on=("end", 4))
-    outcomes = [play(replace(at_end, seed=seed, collectives="fails", faults=(told,))) for seed in range(300)]
+    outcomes = [play(replace(at_end, seed=seed, collectives="fails", faults=(told,))) for seed in range(80)]
     assert not [wrong for outcome in outcomes for wrong in outcome.wrong]
     assert {rank.process.exit_code for outcome in outcomes for rank in outcome.ranks} == {143, 0}
 

@@ -70,6 +70,7 @@ def test_a_rank_that_is_told_to_stop_beside_a_killed_one_stops_the_job() -> None
     assert job.resumed() == ["7", "7"], job.report()
 
 
+@drill
 @pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
 def test_one_node_whose_connections_are_reset_restarts() -> None:
     """One node needs nobody: its workers meet again, whatever became of the agent's own connections."""

@@ -38,6 +38,7 @@ def say(notice: Path, text: str = '{"stop": true, "seconds": 60, "reason": "main
     temp.rename(notice)
 
 
+@pytest.mark.drill
 def test_a_clouds_notice_stops_the_job_with_its_deadline_as_grace() -> None:
     with ExitStack() as stack:
         server = stack.enter_context(MetadataService())

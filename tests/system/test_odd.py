@@ -48,6 +48,7 @@ def test_odd_again_is_told_and_the_training_goes_on(uninterrupted: Uninterrupted
     assert odd_events() == [(6, "back"), (6, "own")]
 
 
+@drill
 def test_stop_ends_the_job_and_a_corrected_program_goes_on_before_the_step(uninterrupted: Uninterrupted) -> None:
     with agent("--always", "--odd", "stop", ranks=2) as job:
         job.expect(1)

@@ -122,6 +122,7 @@ def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path) -> 
     assert resumed.matches(told) and "ema" in notes(tmp_path, 0), resumed.report()
 
 
+@drill
 def test_an_average_that_rank_0_alone_updates_is_told_behind_its_death(tmp_path: Path) -> None:
     job = killed_under_agent(tmp_path, "rank_zero_averages", "0:5:boundary")
     told = r"rank 0 has no usable file of .* had not kept all .* the weights of (\w+) \(only some ranks change them"
