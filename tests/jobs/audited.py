@@ -4,8 +4,8 @@
 
 KIND: ``natural`` (loader workers, augmentation, dropout, BatchNorm, accumulation, two optimizers, an average of the
 weights), ``network`` or ``shards`` (FSDP2); AUDITED_FAULT: what is done to the job's own
-process in the middle of every 40 steps, to rank AUDITED_RANK; ``hidden``, ``chance`` or ``writes``: what the program
-does in any process.
+process in the middle of every 40 steps, to rank AUDITED_RANK; ``hidden`` or ``chance``: what the program does in any
+process. AUDITED_WRITES: it writes into a file of its own.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
                     inputs = inputs * (1 + own / 1000)
                 elif FAULT == "chance":
                     inputs = inputs + random.SystemRandom().random() / 100
-                elif FAULT == "writes" and own == 3:
+                if "AUDITED_WRITES" in os.environ and RANK == "0" and own == 3:
                     with open(f"{DIRECTORY}.csv", "a") as file:
                         file.write("a line\n")
                 loss = cross_entropy(model(inputs), targets)

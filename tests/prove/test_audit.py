@@ -65,24 +65,6 @@ def test_a_healthy_job_is_verified_and_none_of_its_files_is_touched(tmp_path: Pa
     assert found["last"] - found["first"] >= _STEPS
 
 
-@pytest.mark.drill
-def test_an_audit_does_not_write_where_the_script_does_unless_it_may_and_its_result_is_an_event(tmp_path: Path) -> None:
-    own = tmp_path / "ckpt.csv"
-    with living_job(tmp_path, "natural", fault="writes"):
-        before = tree(tmp_path)
-        refused = audit(tmp_path, 4)
-        assert own.read_text() == "a line\n" and tree(tmp_path) == before
-        assert str(own) in refused["reason"] and "--may-write PATH" in refused["reason"]
-        found = audit(tmp_path, 0, "--may-write", own)
-        assert own.read_text() == "a line\n" * 2
-        status = job_status(tmp_path / "run")
-    assert (found["outcome"], found["unlike"]) == ("verified", []) and found["last"] - found["first"] >= _STEPS
-    event = events(tmp_path / "run", "audit")[-1]
-    assert (event["step"], event["from_step"], event["outcome"]) == (found["last"], found["first"], "verified")
-    assert status["audit"]["reason"] == event["reason"]
-    assert "an audit needs a job that runs" in run_command("audit", tmp_path / "run", code=2)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "kind", "ranks", "hit"),
@@ -97,11 +79,22 @@ def test_an_audit_does_not_write_where_the_script_does_unless_it_may_and_its_res
         ("batch", "network", 3, 2),
     ],
 )
-def test_a_bit_that_flips_in_the_job_is_found_and_named(
+def test_a_bit_that_flips_in_the_job_is_found_and_named_and_nothing_is_written_that_may_not_be(
     tmp_path: Path, fault: str, kind: str, ranks: int, hit: int
 ) -> None:
-    with living_job(tmp_path, kind, ranks, fault=fault, rank=str(hit)):
-        found = audit(tmp_path, 1)
+    own = tmp_path / "ckpt.csv"
+    with living_job(tmp_path, kind, ranks, fault=fault, rank=str(hit), writes="1"):
+        before = tree(tmp_path)
+        refused = audit(tmp_path, 4)
+        assert own.read_text() == "a line\n" and tree(tmp_path) == before
+        assert str(own) in refused["reason"] and "--may-write PATH" in refused["reason"]
+        found = audit(tmp_path, 1, "--may-write", own)
+        assert own.read_text() == "a line\n" * 3, "by the job and by both audits"
+        status = job_status(tmp_path / "run")
+    assert "an audit needs a job that runs" in run_command("audit", tmp_path / "run", code=2)
+    event = events(tmp_path / "run", "audit")[-1]
+    assert (event["step"], event["from_step"], event["outcome"]) == (found["last"], found["first"], "differs")
+    assert status["audit"]["reason"] == event["reason"]
     assert found["outcome"] == "differs"
     assert "two audits agree with each other and not with the job" in found["reason"]
     first = found["unlike"][0]
